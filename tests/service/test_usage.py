@@ -38,5 +38,5 @@ def test_the_wait_is_to_the_first_devices_and_the_response_to_when_a_job_first_r
         return row["wait_s"]["max"], row["response_s"]["max"]
 
     assert figures() == (5.0, None), "it has not run yet"
-    story.attempts[1].running_at = T0 + 75
+    story.attempts[1].started_at = T0 + 75
     assert figures() == (5.0, 75.0)

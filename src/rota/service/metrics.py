@@ -123,7 +123,7 @@ class Metrics(Collector):
                 self._preemptions[(history.queue, reason)] += 1
                 self._decisions["preempt"] += 1
             case e.InstanceStarted(role=role, rank=rank) if (role, rank) in history.instances:
-                self._restarts[history.queue] += history.instances[(role, rank)].restarts > 0
+                self._restarts[history.queue] += history.instances[(role, rank)].now.restarts > 0
             case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(failover=number, seconds=seconds):

@@ -21,12 +21,13 @@ class UserRow(Closed):
     grants: list[GrantedRole]
 
 
-class UserDocument(UserRow):
+class UserDocument(Headed):
     """One user. ``by`` is how the caller proved who it is; ``jobs`` cannot start again without their secrets."""
 
-    api: Literal["rota/v1"]
     kind: Literal["User"]
     by: NotRequired[str]
+    name: str
+    grants: list[GrantedRole]
     jobs: NotRequired[list[str]]
 
 

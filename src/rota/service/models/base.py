@@ -1,17 +1,25 @@
-"""What all documents have in common, and how a route declares the one that it answers with."""
+"""Documents in general: their header, how one is built from values, and how a route declares its answer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializerFunctionWrapHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, get_type_hints, is_typeddict
 
+from rota.runtime.clock import iso
+
+API = "rota/v1"
 T = TypeVar("T")
-Moment = str
-"""Time in UTC, ISO 8601 with milliseconds."""
+_TIME = "time"
+Moment = Annotated[str, _TIME]
+"""Time in UTC, ISO 8601 with milliseconds; ``document`` makes it of Unix seconds."""
 Fields = dict[str, Any]
 """Values whose names depend on what they explain: a reason, a decision, an edit."""
 
@@ -40,6 +48,83 @@ Sent = Annotated[T, _AsItIs()]
 """``async def show(...) -> Sent[JobDocument]``: the answer of a route."""
 
 
+def document(model: type[T], *sources: object, **given: object) -> T:
+    """A document of ``model``: each field as ``given``, else as it is named in the first source that has it.
+
+    A source is a mapping or an object. The model says how a value is written: Unix seconds as a ``Moment``, an enum as
+    its value, a tuple as a list, an object as the document that is declared for it. Fields with one possible value
+    (``kind``, ``next``) need no source. Raises TypeError for a value that no field takes, or a field without a value.
+    """
+    fields = _fields(model)
+    if unknown := given.keys() - fields.keys():
+        raise TypeError(f"{model.__name__} has no field {', '.join(sorted(unknown))}")
+    found: dict[str, object] = {}
+    for name, (write, required) in fields.items():
+        value = given[name] if name in given else _find(name, sources)
+        if value is not _MISSING:
+            found[name] = write(value)
+        elif write.__class__ is _Constant:
+            found[name] = write(None)
+        elif required:
+            raise TypeError(f"{model.__name__} lacks {name}")
+    return cast("T", found)
+
+
+_MISSING = object()
+Writer = Callable[[Any], object]
+
+
+def _find(name: str, sources: tuple[object, ...]) -> object:
+    for source in sources:
+        value = source.get(name, _MISSING) if isinstance(source, Mapping) else getattr(source, name, _MISSING)
+        if value is not _MISSING:
+            return value
+    return _MISSING
+
+
+def _moment(value: float | str) -> str:
+    return value if isinstance(value, str) else iso(value)
+
+
+class _Constant:
+    """Writes the one value that a field may have."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __call__(self, _: object) -> object:
+        return self._value
+
+
+@cache
+def _fields(model: type) -> dict[str, tuple[Writer, bool]]:
+    """How each field is written and whether it must be there; ``api`` and ``kind`` first."""
+    hints = get_type_hints(model, include_extras=True)
+    names = sorted(hints, key=lambda name: name not in ("api", "kind") or "api" not in hints)
+    return {name: (_writer(hints[name]), get_origin(hints[name]) is not NotRequired) for name in names}
+
+
+def _writer(hint: Any) -> Writer:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _moment if _TIME in args else _writer(args[0])
+    if origin is NotRequired:
+        return _writer(args[0])
+    if origin in (Union, UnionType):
+        write = _writer(next(one for one in args if one is not NoneType))
+        return lambda value: None if value is None else write(value)
+    if hint is NoneType or (origin is Literal and len(args) == 1):
+        return _Constant(None if hint is NoneType else args[0])
+    if origin is list:
+        write = _writer(args[0])
+        return lambda values: [write(one) for one in values]
+    if origin is dict:
+        return dict
+    if is_typeddict(hint):
+        return lambda value: value if isinstance(value, dict) else document(hint, value)
+    return lambda value: value.value if isinstance(value, Enum) else value
+
+
 class Closed(TypedDict):
     """A document or a part of one that has these fields and no other."""
 
@@ -50,6 +135,18 @@ class Headed(Closed):
     """A whole document; subclasses narrow ``kind``."""
 
     api: Literal["rota/v1"]
+
+
+class Member(Closed):
+    """An instance by name: ``role/rank``."""
+
+    instance: str
+
+
+class Timed(Closed):
+    """Something that happened at a moment, if that is known."""
+
+    at: Moment | None
 
 
 class Resources(Closed):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from rota.service.models.base import Closed, Fields, Headed, Moment, Resources
+from rota.service.models.base import Closed, Fields, Headed, Member, Moment, Resources, Timed
 
 JobStateName = Literal[
     "SUBMITTED",
@@ -105,7 +105,7 @@ class WeightsRow(Closed):
     behind_s: float | None
 
 
-class Beat(Closed):
+class ProgressReport(Closed):
     """What an instance last reported to its master."""
 
     n: int
@@ -121,10 +121,9 @@ class Beat(Closed):
     weights: list[WeightsRow]
 
 
-class LossFields(Closed):
+class LossFields(Timed):
     """How an instance was lost, and when that was reported."""
 
-    at: Moment | None
     reason: str
     text: str
     traceback: str
@@ -133,10 +132,9 @@ class LossFields(Closed):
     epoch: int
 
 
-class InstanceRow(Closed):
+class InstanceRow(Member):
     """One instance: ``error`` is the last loss, ``progress`` the last report to the master."""
 
-    instance: str
     role: str
     rank: int
     state: str
@@ -148,7 +146,7 @@ class InstanceRow(Closed):
     restarts: int
     devices: list[int]
     restored: int
-    progress: Beat | None
+    progress: ProgressReport | None
     error: LossFields | None
 
 
@@ -201,10 +199,9 @@ class JobError(Closed):
     traceback: str
 
 
-class ChangeRow(Closed):
+class ChangeRow(Timed):
     """An edit of a job."""
 
-    at: Moment | None
     by: str
     changes: Fields
 
@@ -239,10 +236,9 @@ class AttemptList(Headed):
     next: None
 
 
-class EditRow(Closed):
+class EditRow(Timed):
     """An edit with the spec before and after it."""
 
-    at: Moment | None
     by: str
     before: dict[str, Any]
     after: dict[str, Any]
@@ -270,10 +266,8 @@ class BundleRow(Closed):
     res: Resources
 
 
-class PlacementRow(BundleRow):
-    """The same of one instance."""
-
-    instance: str
+class PlacementRow(Member, BundleRow):
+    """Devices of a node that one instance has."""
 
 
 class PlacementDocument(Headed):

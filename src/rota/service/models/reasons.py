@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from rota.service.models.base import Closed, Fields, Headed, Moment, Why
+from rota.service.models.base import Closed, Fields, Headed, Member, Moment, Timed, Why
 from rota.service.models.jobs import JobError, JobStateName, LossFields, SizedPlanRow
 
 
@@ -86,10 +86,10 @@ class Decision(Closed):
 
     at: Moment | None
     decision: str
-    attempt: NotRequired[int]
-    why: NotRequired[Fields]
     reason: NotRequired[str]
     text: NotRequired[str]
+    attempt: NotRequired[int]
+    why: NotRequired[Fields]
     fields: NotRequired[Fields]
 
 
@@ -117,17 +117,15 @@ class Explanation(Headed):
     see: str
 
 
-class LossRow(LossFields):
+class LossRow(Member, LossFields):
     """A lost instance; ``process_alive``: its code raised and the process is still there."""
 
-    instance: str
     process_alive: bool
 
 
-class ScopeRow(Closed):
+class ScopeRow(Member):
     """An instance that a recovery touches, with its new epoch."""
 
-    instance: str
     epoch: int
 
 
@@ -161,10 +159,8 @@ class FailureRow(Closed):
     losses: list[LossRow]
 
 
-class JobEnd(JobError):
+class JobEnd(Timed, JobError):
     """The failure that ended a job."""
-
-    at: Moment | None
 
 
 class ReplacedMaster(Closed):

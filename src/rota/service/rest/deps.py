@@ -6,15 +6,17 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import AfterValidator
 from starlette.types import Scope
 
+from rota.cluster.core.jobs import Wait
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.random import Chance
@@ -26,12 +28,14 @@ from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
 from rota.service.control.loop import ServiceLoop
 from rota.service.metrics import Metrics
+from rota.service.models.jobs import JobDocument
 from rota.service.rest.auth import COOKIE, SAFE_METHODS, Audit, Auth, AuthRequest
 from rota.service.views.job_history import JobHistory
+from rota.service.views.jobs import job_document, outlined
 from rota.service.webhooks import Notifier
 from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, SeqConflict, UnknownName, nearest, unknown
 from rota.spec.events import Event
-from rota.spec.ids import InstanceId
+from rota.spec.ids import InstanceId, JobId
 
 STREAMS_MAX, STREAMS_OF_USER_MAX = 1024, 64
 """Streams of events and logs that are open at once, in all and of one user."""
@@ -132,65 +136,74 @@ class AppState:
         return self.redactor(caller).redact(document)
 
     def redactor(self, caller: Caller) -> Redactor:
-        """What covers documents for this caller; for many of one answer."""
+        """Redaction for this caller, of many documents of one answer."""
         return Redactor(self.loop.installation.jobs, caller)
+
+    def wait_of(self, job: JobId) -> Wait | None:
+        """Why a job waits now, as the scheduler sees it."""
+        return self.loop.scheduler.wait_of(job, self.clock.wall_s())
 
     def close_stream(self, user: str) -> None:
         """A long answer is over."""
         self.streams_of -= Counter([user])  # leaves no zeros
 
 
-def _allowed(history: JobHistory, may: Callable[[Caller, JobHistory], bool], caller: Caller, what: str) -> JobHistory:
-    if not may(caller, history):
-        mine = f"it is {history.submitted.user}'s job, and you are {caller.user}"
-        hint = f"ask {history.submitted.user}, or a queue-admin of {history.queue}"
-        raise NotAllowed(f"{history.id}: only its owner may {what}; {mine}", hint=hint)
-    return history
+def _allowed(job: JobHistory, may: Callable[[Caller, JobHistory], bool], caller: Caller, what: str) -> JobHistory:
+    if not may(caller, job):
+        mine = f"it is {job.submitted.user}'s job, and you are {caller.user}"
+        hint = f"ask {job.submitted.user}, or a queue-admin of {job.queue}"
+        raise NotAllowed(f"{job.id}: only its owner may {what}; {mine}", hint=hint)
+    return job
 
 
-async def append_live(app: AppState, history: JobHistory, event: Event) -> None:
+async def append_live(app: AppState, job: JobHistory, event: Event) -> None:
     """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
     for _try in range(STOP_TRIES_MAX):
-        if history.ended is not None:
-            raise Conflict(f"{history.id} has ended: {history.state.value}", state=history.state.value)
+        check_live(job)
         try:
-            await app.loop.append([event], job=history.id, expected_seq=history.seq)
+            await app.loop.append([event], job=job.id, expected_seq=job.seq)
         except SeqConflict:
             await app.loop.wait_for(await asyncio.to_thread(app.loop.log.last_number))
             continue
         return
-    raise Conflict(f"{history.id} changes too fast", hint="try again")
+    raise Conflict(f"{job.id} was modified concurrently", hint="retry")
 
 
-def member_of(history: JobHistory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
+def check_live(job: JobHistory) -> None:
+    """Raises Conflict for a job that has ended."""
+    if job.ended is not None:
+        raise Conflict(f"{job.id} has ended: {job.state.value}", state=job.state.value)
+
+
+def member_of(job: JobHistory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
     """Role, and rank if one is named, of a job's ``role`` or ``role/rank``; ``more`` names members of earlier times.
 
     Raises BadInput for another form, UnknownName for a role or instance that the job has not.
     """
     name, slash, _ = text.partition("/")
-    role = next((one for one in history.spec.roles if one.name == name), None)
+    role = next((one for one in job.spec.roles if one.name == name), None)
     if role is None:
-        raise unknown(f"{history.id} has no role {name!r}", name, [one.name for one in history.spec.roles], "roles")
+        raise unknown(f"{job.id} has no role {name!r}", name, [one.name for one in job.spec.roles], "roles")
     if not slash:
         return role.name, None
     try:
         found = InstanceId.parse(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    there = [str(one.id) for one in history.instances.values()]
+    there = [str(one.id) for one in job.instances.values()]
     known = [one for one in dict.fromkeys((*there, *more)) if one.startswith(f"{name}/")]
     if found.rank >= role.seats and text not in known:
         known = known or [f"{name}/{rank}" for rank in range(role.gang_size)]
-        raise unknown(f"{history.id} has no instance {text}", "", known, "instances")
+        raise unknown(f"{job.id} has no instance {text}", "", known, "instances")
     return role.name, found.rank
 
 
-def check_attempt(history: JobHistory, attempt: int | None, *, may_come: bool = False) -> None:
+def check_attempt(job: JobHistory, attempt: int | None, *, may_come: bool = False) -> None:
     """Raises UnknownName for an attempt that a job has not; ``may_come``: a later one will do."""
-    there = len(history.attempts)
+    there = len(job.attempts)
     if attempt is not None and (attempt < 1 or (attempt > there and not may_come)):
         known = f"attempts: 1 to {there}" if there else "it has not started"
-        raise UnknownName(f"{history.id} has no attempt {attempt}", hint=known)
+        raise UnknownName(f"{job.id} has no attempt {attempt}", hint=known)
 
 
 async def app_of(request: Request) -> AppState:
@@ -243,3 +256,58 @@ def asked_line(scope: Scope, caller: Caller | None) -> Document:
 
 Parts = Annotated[AppState, Depends(app_of)]
 Asker = Annotated[Caller, Depends(caller_of)]
+
+
+async def audit_of(request: Request, app: Parts, caller: Asker) -> Callable[..., None]:
+    """Adds fields to the audit of this request, before it is done."""
+    return partial(app.audit.add, request.state.request_id)
+
+
+Note = Annotated[Callable[..., None], Depends(audit_of)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAccess:
+    """The job that a request names, with the caller who has the right that the route declares."""
+
+    app: AppState
+    caller: Caller
+    job: JobHistory
+
+    async def append(self, event: Event) -> None:
+        """Append to the job. Raises Conflict when it has ended or is modified all the time."""
+        await append_live(self.app, self.job, event)
+
+    async def beats(self) -> dict[str, dict[str, Any]]:
+        """The last heartbeat of each instance; none of a job without a master."""
+        return await self.app.engine.beats(self.job.id) if self.has_master else {}
+
+    @property
+    def has_master(self) -> bool:
+        """True when there may be a master to ask."""
+        return self.job.state.holds_devices and self.job.master is not None
+
+    def document(self, beats: Mapping[str, Mapping[str, Any]] | None = None) -> JobDocument:
+        """The job as its caller may see it: without commands and tracebacks for who may not read it."""
+        app, job = self.app, self.job
+        output = job.spec.output or str(app.home.job(job.id).output)
+        url = f"{app.settings.url}/jobs/{job.id}"
+        found = job_document(job, app.clock.wall_s(), app.wait_of, beats, output=output, url=url)
+        return app.redacted(self.caller, found if self.caller.reads(job) else outlined(found))
+
+    def redacted(self, document: T) -> T:
+        """The document without the names of what the caller may not see."""
+        return self.app.redacted(self.caller, document)
+
+
+def _job_with(find: Callable[[AppState, Caller, str], JobHistory]) -> Any:
+    async def access(job: str, app: Parts, caller: Asker) -> JobAccess:
+        return JobAccess(app=app, caller=caller, job=find(app, caller, job))
+
+    return Depends(access)
+
+
+SeenJob = Annotated[JobAccess, _job_with(AppState.seen)]
+ReadJob = Annotated[JobAccess, _job_with(AppState.read)]
+SteeredJob = Annotated[JobAccess, _job_with(AppState.steered)]
+"""The job of the path, for a caller who may know of it, read its output, or change it."""

@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
 from rota.cluster.sim.report import jain, spread_of
-from rota.service.models.base import Spread
+from rota.service.models.base import document
 from rota.service.models.cluster import (
     ClusterTotals,
+    DeviceRow,
     DrainState,
     Heat,
     HeatNode,
     LimitPassed,
     NodeList,
     NodeRow,
-    QueueFields,
     QueueRow,
     QueueTree,
     UsageReport,
     UsageRow,
+    UsageTotal,
 )
 from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory
-from rota.service.views.jobs import API, when
 from rota.service.views.reasons import stated, used_in
-from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.spec.ids import NodeId
 from rota.spec.resources import CORES_LABEL, Health, Node, counted
@@ -40,7 +38,7 @@ def node_list(installation: Installation) -> NodeList:
     """Every node with its devices, who holds them, and its fitness."""
     held = _holders(installation)
     items = [_node(status, held[status.node.id]) for status in _there(installation, held)]
-    return {"api": API, "kind": "NodeList", "items": items, "next": None}
+    return document(NodeList, items=items, next=None)
 
 
 def _there(installation: Installation, held: Mapping[NodeId, object]) -> Iterator[NodeStatus]:
@@ -61,34 +59,20 @@ def _node(status: NodeStatus, held: list[tuple[str, tuple[int, ...], float]]) ->
     node = status.node
     owner = {device: job for job, devices, _ in held for device in devices}
     jobs = sorted({job for job, _, _ in held})
-    return {
-        "id": node.id,
-        "host": node.host,
-        "state": _state(status, jobs),
-        "drain": _drain(status, jobs),
-        "cells": list(node.cells),
-        "labels": dict(node.labels),
-        "cpus": node.cpus,
-        "cpus_used": round(sum(cpus for _, _, cpus in held), 3),
-        "memory_bytes": node.memory_bytes,
-        "gpus": len(node.devices),
-        "gpus_used": len(owner),
-        "devices": [
-            {
-                "index": device.index,
-                "type": device.type,
-                "health": device.health.value,
-                "memory_bytes": device.memory_bytes,
-                "job": owner.get(device.index),
-            }
-            for device in node.devices
-        ],
-        "jobs": jobs,
-        "joined_at": when(status.joined_at),
-        "marked_at": when(status.marked_at) if status.marked_at else None,
-        "marked_by": status.marked_by,
-        "text": status.text or _time_shared(node),
-    }
+    return document(
+        NodeRow,
+        status,
+        node,
+        state=_state(status, jobs),
+        drain=_drain(status, jobs),
+        cpus_used=round(sum(cpus for _, _, cpus in held), 3),
+        gpus=len(node.devices),
+        gpus_used=len(owner),
+        devices=[document(DeviceRow, device, job=owner.get(device.index)) for device in node.devices],
+        jobs=jobs,
+        marked_at=status.marked_at or None,
+        text=status.text or _time_shared(node),
+    )
 
 
 def _state(status: NodeStatus, jobs: Collection[str]) -> str:
@@ -102,7 +86,7 @@ def _drain(status: NodeStatus, jobs: Collection[str]) -> DrainState | None:
     """How far a drained node is: jobs that have not left, by when they must, and whether it may be taken down."""
     if status.lost or status.node.health is not Health.DRAINED:
         return None
-    return {"jobs_left": len(jobs), "until": when(status.leave_by) if jobs else None, "safe": not jobs}
+    return document(DrainState, jobs_left=len(jobs), until=status.leave_by if jobs else None, safe=not jobs)
 
 
 def _time_shared(node: Node) -> str:
@@ -122,34 +106,27 @@ def heat_document(installation: Installation) -> Heat:
     for status in _there(installation, held):
         node = status.node
         owner = {device: job for job, devices, _ in held[node.id] for device in devices}
-        items.append(
-            {
-                "id": node.id,
-                "cells": list(node.cells),
-                "state": _state(status, {job for job, _, _ in held[node.id]}),
-                "held": [
-                    places.setdefault(owner[device.index], len(places)) if device.index in owner else None
-                    for device in node.devices
-                ],
-                "bad": [i for i, device in enumerate(node.devices) if device.health is Health.BAD],
-            }
-        )
-    return {"api": API, "kind": "Heat", "jobs": list(places), "items": items}
+        indices = [
+            places.setdefault(owner[device.index], len(places)) if device.index in owner else None
+            for device in node.devices
+        ]
+        bad = [i for i, device in enumerate(node.devices) if device.health is Health.BAD]
+        state = _state(status, {job for job, _, _ in held[node.id]})
+        items.append(document(HeatNode, node, state=state, held=indices, bad=bad))
+    return document(Heat, jobs=list(places), items=items)
 
 
 def limits_passed(state: State) -> list[LimitPassed]:
     """Limits of queues, and of users in them, that are below what is in use, with what that means."""
+    meaning = "nothing is stopped, and nothing new starts until less is in use"
     return [
-        {
-            "queue": one.queue,
-            "user": one.user,
-            "dim": one.dim,
-            "used": one.used,
-            "limit": one.allowed,
-            "text": f"{f'user {one.user} in ' if one.user else ''}queue {one.queue} uses {amount(one.dim, one.used)}, "
-            f"above a limit of {amount(one.dim, one.allowed)}: nothing is stopped, and nothing new starts until less "
-            "is in use",
-        }
+        document(
+            LimitPassed,
+            one,
+            limit=one.allowed,
+            text=f"{f'user {one.user} in ' if one.user else ''}queue {one.queue} uses {amount(one.dim, one.used)}, "
+            f"above a limit of {amount(one.dim, one.allowed)}: {meaning}",
+        )
         for one in state.queues.passed(state.used, state.used_by)
     ]
 
@@ -166,21 +143,20 @@ def queue_tree(installation: Installation) -> QueueTree:
         ]
         used = used_in(installation, queue.path)[0]
         guaranteed = stated(queue.guaranteed, "gpus")
-        declared = cast("QueueFields", codec.to_json_value(queue))
-        row: QueueRow = {
-            **declared,
-            "parent": queue.parent,
-            "used_gpus": used,
-            "guaranteed_gpus": guaranteed,
-            "limit_gpus": stated(queue.limit, "gpus"),
-            "borrowed_gpus": max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
-            "running_jobs": len(running),
-            "pending_jobs": len(waiting),
-            "pending_gpus": sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
-            "oldest_wait_since": when(min((one.since for one in waiting), default=None)),
-        }
+        row = document(
+            QueueRow,
+            queue,
+            used_gpus=used,
+            guaranteed_gpus=guaranteed,
+            limit_gpus=stated(queue.limit, "gpus"),
+            borrowed_gpus=max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
+            running_jobs=len(running),
+            pending_jobs=len(waiting),
+            pending_gpus=sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
+            oldest_wait_since=min((one.since for one in waiting), default=None),
+        )
         items.append(row)
-    return {"api": API, "kind": "QueueTree", "items": items, "next": None}
+    return document(QueueTree, items=items)
 
 
 def waiting_in(installation: Installation, queue: str) -> list[JobHistory]:
@@ -195,18 +171,19 @@ def cluster_totals(installation: Installation) -> ClusterTotals:
     jobs: dict[str, int] = {state.value: 0 for state in JobState}
     for job in installation.jobs.values():
         jobs[job.state.value] += 1
-    return {
-        "nodes": len(nodes),
-        "nodes_bad": sum(status.node.health is not Health.HEALTHY for status in nodes),
-        "gpus": sum(len(status.node.devices) for status in nodes),
-        "gpus_used": sum(
-            len(bundle.devices)
-            for job in installation.live.values()
-            if job.state.holds_devices and job.placement is not None
-            for bundle in job.placement.bundles
-        ),
-        "jobs": {state: count for state, count in jobs.items() if count},
-    }
+    held = (
+        len(bundle.devices)
+        for job in installation.live.values()
+        if job.state.holds_devices and job.placement is not None
+        for bundle in job.placement.bundles
+    )
+    return ClusterTotals(
+        nodes=len(nodes),
+        nodes_bad=sum(status.node.health is not Health.HEALTHY for status in nodes),
+        gpus=sum(len(status.node.devices) for status in nodes),
+        gpus_used=sum(held),
+        jobs={state: count for state, count in jobs.items() if count},
+    )
 
 
 GROUPS = ("user", "queue", "job", "gpu_type")
@@ -250,16 +227,14 @@ def usage_report(
             one.gpu_s, one.cpu_s = one.gpu_s + gpu_s, one.cpu_s + cpu_s
             _count(one, job)
     rows = [_row(by, key, one) for key, one in sorted(sums.items(), key=lambda item: (-item[1].gpu_s, item[0]))]
-    return {
-        "api": API,
-        "kind": "Report",
-        "by": by,
-        "since": when(since),
-        "until": when(now),
-        "items": rows,
-        "total": {"gpu_hours": _hours(sum(users.values())), "fairness_jain": jain(list(users.values()))},
-        "next": None,
-    }
+    return document(
+        UsageReport,
+        by=by,
+        since=since,
+        until=now,
+        items=rows,
+        total=UsageTotal(gpu_hours=_hours(sum(users.values())), fairness_jain=jain(list(users.values()))),
+    )
 
 
 def _key(job: JobHistory, by: str) -> str:
@@ -285,31 +260,27 @@ def _held(
 def _count(one: _Sum, job: JobHistory) -> None:
     if job.attempts:
         one.waits_s.append(job.attempts[0].admitted_at - job.submitted_at)
-    ran_at = next((attempt.running_at for attempt in job.attempts if attempt.running_at is not None), None)
-    if ran_at is not None:
-        one.responses_s.append(ran_at - job.submitted_at)
-    one.restarts += sum(instance.restarts for instance in job.instances.values())
+    if job.started_at is not None:
+        one.responses_s.append(job.started_at - job.submitted_at)
+    one.restarts += sum(instance.now.restarts for instance in job.instances.values())
     if job.state.terminal:
         one.ends[JobState(job.state).value] += 1
 
 
 def _row(by: str, key: str, one: _Sum) -> UsageRow:
-    row: UsageRow = {
-        "jobs": len(one.jobs),
-        "succeeded": one.ends["SUCCEEDED"],
-        "failed": one.ends["FAILED"],
-        "cancelled": one.ends["CANCELLED"],
-        "gpu_hours": _hours(one.gpu_s),
-        "cpu_hours": _hours(one.cpu_s),
-        "wait_s": _spread(one.waits_s),
-        "response_s": _spread(one.responses_s),
-        "restarts": one.restarts,
-    }
-    return cast("UsageRow", {by: key, **row})
-
-
-def _spread(values: list[float]) -> Spread:
-    return cast("Spread", spread_of(values))
+    return document(
+        UsageRow,
+        {by: key},
+        jobs=len(one.jobs),
+        succeeded=one.ends["SUCCEEDED"],
+        failed=one.ends["FAILED"],
+        cancelled=one.ends["CANCELLED"],
+        gpu_hours=_hours(one.gpu_s),
+        cpu_hours=_hours(one.cpu_s),
+        wait_s=spread_of(one.waits_s),
+        response_s=spread_of(one.responses_s),
+        restarts=one.restarts,
+    )
 
 
 def _hours(seconds: float) -> float:

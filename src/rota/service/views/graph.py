@@ -10,9 +10,18 @@ from rota.job.core.graph import blast_radius, expand
 from rota.job.core.paths import paths_of
 from rota.job.core.progress import Piece, Span, critical_path, idle_shares, lanes, shares
 from rota.job.core.resize import wanted_size
-from rota.service.models.jobs import GraphDocument, ObservedEdge, TraceDocument, TraceEvent, TraceSummary
+from rota.service.models.base import document
+from rota.service.models.jobs import (
+    GraphDocument,
+    GraphRole,
+    GraphStream,
+    ObservedEdge,
+    TraceDocument,
+    TraceEvent,
+    TraceSummary,
+)
 from rota.service.views.job_history import JobHistory
-from rota.service.views.jobs import API, stream_rows
+from rota.service.views.jobs import stream_rows
 from rota.spec.events import Committed, Record
 from rota.spec.job import JobSpec
 
@@ -29,34 +38,28 @@ def graph_document(
     seen = {row["name"]: row for row in stream_rows(job.commit if job else None)}
     sizes = {role.name: wanted_size(job.ctx, role) if job else role.replicas_min for role in spec.roles}
     states = {} if job is None else {key: one.state.value for key, one in job.instances.items()}
-    return {
-        "api": API,
-        "kind": "Graph",
-        "job": None if job is None else job.id,
-        "name": spec.name,
-        "roles": [
-            {
-                "name": role.name,
-                "replicas": sizes[role.name],
-                "replicas_max": role.replicas_max,
-                "loop": role.is_loop,
-                "stateful": role.name in graph.stateful,
-                "restart": role.restart,
-                "mesh": dict(role.mesh),
-                "blast_radius": blast_radius(spec, graph, role.name).text,
-                "states": [states.get((role.name, rank), "PLANNED") for rank in range(sizes[role.name])],
-            }
+    return document(
+        GraphDocument,
+        graph,
+        job=None if job is None else job.id,
+        name=spec.name,
+        roles=[
+            document(
+                GraphRole,
+                role,
+                replicas=sizes[role.name],
+                loop=role.is_loop,
+                stateful=role.name in graph.stateful,
+                blast_radius=blast_radius(spec, graph, role.name).text,
+                states=[states.get((role.name, rank), "PLANNED") for rank in range(sizes[role.name])],
+            )
             for role in spec.roles
         ],
-        "edges": [{"source": edge.source, "target": edge.target, "kind": edge.kind} for edge in graph.edges],
-        "streams": [
-            {"name": one.name, "cap": one.cap, "source": one.source, "seen": seen.get(one.name)} for one in spec.streams
-        ],
-        "subgraphs": [[str(member) for member in part.members] for part in graph.subgraphs],
-        "units": [[str(member) for member in unit] for unit in graph.units],
-        "order": list(graph.order),
-        "observed": observed_edges(beats or {}),
-    }
+        streams=[document(GraphStream, one, seen=seen.get(one.name)) for one in spec.streams],
+        subgraphs=[map(str, part.members) for part in graph.subgraphs],
+        units=[map(str, unit) for unit in graph.units],
+        observed=observed_edges(beats or {}),
+    )
 
 
 def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[ObservedEdge]:
@@ -68,16 +71,9 @@ def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[ObservedEdge]
             a, b, c, d = sums.get(key, (0, 0, 0.0, 0))
             sums[key] = (a + n, b + failed, c + waited_s, d + size)
     return [
-        {
-            "source": source,
-            "target": target,
-            "kind": kind,
-            "what": what,
-            "n": n,
-            "failed": failed,
-            "waited_s": round(s, 3),
-            "bytes": size,
-        }
+        ObservedEdge(
+            source=source, target=target, kind=kind, what=what, n=n, failed=failed, waited_s=round(s, 3), bytes=size
+        )
         for (source, target, kind, what), (n, failed, s, size) in sums.items()
     ]
 
@@ -106,20 +102,13 @@ def trace_document(job: JobHistory, records: Iterable[Record], spans: Mapping[st
     )
     loop = job.ctx.graph.loop if job.ctx.graph else None
     served = {name: those for name, those in kept.items() if name != f"{loop}/0"}  # its time is the path above
-    summary: TraceSummary = {
-        "steps": len(steps),
-        "seconds": round(window[1] - window[0], 3),
-        "bound_by": {name: round(share, 4) for name, share in shares(path).items()},
-        "idle": {role: round(share, 4) for role, share in idle_shares(served, *window).items()},
-    }
-    return {
-        "api": API,
-        "kind": "Trace",
-        "job": job.id,
-        "displayTimeUnit": "ms",
-        "traceEvents": events,
-        "summary": summary,
-    }
+    summary = TraceSummary(
+        steps=len(steps),
+        seconds=round(window[1] - window[0], 3),
+        bound_by={name: round(share, 4) for name, share in shares(path).items()},
+        idle={role: round(share, 4) for role, share in idle_shares(served, *window).items()},
+    )
+    return document(TraceDocument, job=job.id, traceEvents=events, summary=summary)
 
 
 def _newest(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
@@ -219,16 +208,9 @@ def _job(job: JobHistory, path: Sequence[Piece], steps: Sequence[Step], origin_s
             yield _slice(JOB_PID, 3, state.value, at, max(0.0, until - at), origin_s)
 
 
-def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: Any) -> TraceEvent:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": name,
-        "ts": _us(at_s, origin_s),
-        "dur": round(s * _US),
-        "args": args,
-    }
+def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: str) -> TraceEvent:
+    ts, dur = _us(at_s, origin_s), round(s * _US)
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": dur, "args": args}
 
 
 def _us(at_s: float, origin_s: float) -> int:

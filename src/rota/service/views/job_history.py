@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
@@ -14,7 +15,7 @@ from rota.job.core.shutdown import source_of
 from rota.spec import events as e
 from rota.spec.events import InstanceLost, JobEnded, Record
 from rota.spec.gang import BundleGrant, Placement
-from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
@@ -40,10 +41,6 @@ class InstanceHistory:
     def state(self) -> InstanceState:
         return self.now.state
 
-    @property
-    def restarts(self) -> int:
-        return self.now.restarts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
@@ -65,11 +62,16 @@ class Attempt:
     admitted_at: float
     placement: Placement
     why: dict[str, object]
-    running_at: float | None = None
+    started_at: float | None = None
+    """When all of its instances were first ready."""
     ended_at: float | None = None
     reason: Reason | None = None
     for_job: str = ""
     """Whom it made room for, when it was preempted for another job."""
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return self.placement.nodes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,18 +187,17 @@ class JobHistory:
         return used
 
     @property
-    def running_at(self) -> float | None:
+    def started_at(self) -> float | None:
         """When the job first ran."""
-        return next((attempt.running_at for attempt in self.attempts if attempt.running_at is not None), None)
+        return next((attempt.started_at for attempt in self.attempts if attempt.started_at is not None), None)
 
     @property
     def master_is_current(self) -> bool:
         """True when a master took the present attempt."""
         return bool(self.attempts) and self.master is not None and self.master_at >= self.attempts[-1].admitted_at
 
-    def bundle_of(self, role: str, rank: int) -> BundleGrant | None:
+    def bundle_of(self, one: InstanceId) -> BundleGrant | None:
         """Where the present or last attempt has put an instance."""
-        one = InstanceId(RoleName(role), rank)
         found = self.ctx.bound or (bindings(self.spec, self.placement) if self.placement else {})
         return found[one][1] if one in found else None
 
@@ -215,15 +216,17 @@ class JobHistory:
         if self.ctx.state is not before.state:
             self.since = record.at
             self.state_changes.append((record.at, self.ctx.state))
-        self._note(record.at, record.event)
-        if isinstance(record.event, e.JobChanged):
-            self._follow_edits(record.at, before, record.event)
+        self._note(record.at, before, record.event)
         self._follow_instances(record.at, before, record.event)
         self._follow_attempts(record.at, before, record.event)
         self._follow_recovery(record.at, before, record.event)
 
-    def _note(self, at: float, event: e.Event) -> None:
+    def _note(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
+            case e.JobChanged(by=by, changes=changes):
+                old = before.next_spec or before.spec or self.submitted.spec
+                new = self.ctx.next_spec or self.spec
+                self.edits.append(Edit(at=at, by=by, changes=changes, before=old, after=new))
             case e.JobQueued():
                 self.queued_at, self.preempt = self.queued_at or at, None
             case e.JobWaits():
@@ -239,11 +242,6 @@ class JobHistory:
             case _:
                 pass
 
-    def _follow_edits(self, at: float, before: JobContext, event: e.JobChanged) -> None:
-        old = before.next_spec or before.spec or self.submitted.spec
-        new = self.ctx.next_spec or self.spec
-        self.edits.append(Edit(at=at, by=event.by, changes=event.changes, before=old, after=new))
-
     def _follow_instances(self, at: float, before: JobContext, event: e.Event) -> None:
         if self.ctx.instances is before.instances:
             return
@@ -257,7 +255,7 @@ class JobHistory:
                 process = one.process
                 known.node, known.pid, known.start_time = process.node, process.pid, process.start_time
             if one.error is not None and one.error is not old.error:
-                known.error, known.error_at = _as_event(one.error, event), at
+                known.error, known.error_at = _reported(one.error, event), at
                 self.unclaimed.append((at, known.error))
         for key in self.instances.keys() - {(one.role, one.rank) for one in self.ctx.instances}:
             del self.instances[key]
@@ -286,8 +284,8 @@ class JobHistory:
                 self.ended, self.ended_at = event, at
             case _:
                 pass
-        if self.state is JobState.RUNNING and self.attempts and self.attempts[-1].running_at is None:
-            self.attempts[-1].running_at = at
+        if self.state is JobState.RUNNING and self.attempts and self.attempts[-1].started_at is None:
+            self.attempts[-1].started_at = at
 
     def _close_attempt(self, at: float, reason: Reason) -> None:
         if self.attempts and self.attempts[-1].ended_at is None:
@@ -299,26 +297,25 @@ class JobHistory:
             return
         blamed = (before.ending.role, before.ending.rank) if before.ending is not None else ()
         losses = [one for _, one in self.unclaimed]
-        self._open(
-            Recovery(
-                number=None,
-                attempt=event.attempt,
-                level=Level.JOB,
-                cause=next((one for one in losses if (one.role, one.rank) == blamed), losses[0]),
-                seen_at=self.unclaimed[0][0],
-                decided_at=at,
-                losses=tuple(self.unclaimed),
-                scope=tuple((role, rank, one.now.epoch) for (role, rank), one in self.instances.items()),
-                restore=self.ctx.committed,
-            )
-        )
+        cause = next((one for one in losses if (one.role, one.rank) == blamed), losses[0])
+        self._open(at, cause, attempt=event.attempt, restore=self.ctx.committed)
 
     def _follow_recovery(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
             case e.FailoverStarted(reason=Reason.RESIZED | Reason.MIGRATED_DRAIN):
                 pass  # a size or a place that somebody wanted is no failure
             case e.FailoverStarted() if self.ctx.open_failover == event.failover != before.open_failover:
-                self._open(_failure(at, event, self.unclaimed, attempt=self.ctx.attempt))
+                self._open(
+                    at,
+                    _loss(event, epoch=self.unclaimed[0][1].epoch if self.unclaimed else Epoch(0)),
+                    attempt=self.ctx.attempt,
+                    number=event.failover,
+                    level=event.level,
+                    scope=event.scope,
+                    restore=event.restore,
+                    moved_from=event.moved_from,
+                    move_reason=event.move_reason,
+                )
             case e.RolledBack(from_commit=old, to_commit=new):
                 if before.open_failover is None and new < old:
                     self._came_back_without(at, event)
@@ -342,61 +339,36 @@ class JobHistory:
         cause = e.InstanceLost(
             role=first.id.role, rank=first.id.rank, epoch=first.epoch, reason=ended.reason, text=text
         )
-        scope = tuple((role, rank, one.now.epoch) for (role, rank), one in self.instances.items())
-        self._open(
-            Recovery(
-                number=None,
-                attempt=ended.attempt,
-                level=Level.JOB,
-                cause=cause,
-                seen_at=ended.ended_at or at,
-                decided_at=at,
-                losses=(),
-                scope=scope,
-            )
-        )
+        self._open(at, cause, attempt=ended.attempt, seen_at=ended.ended_at or at, losses=())
 
-    def _open(self, failure: Recovery) -> None:
+    def _open(self, at: float, cause: e.InstanceLost, **more: Any) -> None:
+        """A recovery begins: by default of the whole job, by the losses that none has begun for."""
         for earlier in self.failures:
             if earlier.ended_at is None and earlier.joined_by is None:
                 earlier.joined_by = len(self.failures) + 1
-        self.failures.append(failure)
+        every = tuple((one.id.role, one.id.rank, one.now.epoch) for one in self.instances.values())
+        seen_at = self.unclaimed[0][0] if self.unclaimed else at
+        given: dict[str, Any] = {"number": None, "level": Level.JOB, "seen_at": seen_at, "scope": every, **more}
+        self.failures.append(Recovery(cause=cause, decided_at=at, **{"losses": tuple(self.unclaimed), **given}))
         self.unclaimed.clear()
 
 
-def _failure(
-    at: float, event: e.FailoverStarted, losses: list[tuple[float, e.InstanceLost]], *, attempt: int
-) -> Recovery:
-    cause = e.InstanceLost(
-        role=event.role,
-        rank=event.rank,
-        epoch=losses[0][1].epoch if losses else Epoch(0),
-        reason=event.reason,
-        text=event.text,
-        traceback=event.traceback,
-    )
-    return Recovery(
-        number=event.failover,
-        attempt=attempt,
-        level=event.level,
-        cause=cause,
-        seen_at=losses[0][0] if losses else at,
-        decided_at=at,
-        losses=tuple(losses),
-        scope=event.scope,
-        restore=event.restore,
-        moved_from=event.moved_from,
-        move_reason=event.move_reason,
+def _loss(said: e.FailoverStarted | e.JobEnded, *, epoch: Epoch) -> e.InstanceLost:
+    """The loss that a decision names."""
+    assert said.role is not None, "the decision is about an instance"
+    return e.InstanceLost(
+        role=said.role, rank=said.rank or 0, epoch=epoch, reason=said.reason, text=said.text, traceback=said.traceback
     )
 
 
-def _as_event(loss: Loss, event: e.Event) -> e.InstanceLost:
-    """The loss with everything that was reported of it (exit code, signal), when a report was what told of it."""
-    if isinstance(event, e.InstanceLost) and (event.role, event.rank) == (loss.instance.role, loss.instance.rank):
+def _reported(loss: Loss, event: e.Event) -> e.InstanceLost:
+    """The loss with all that was reported of it (exit code, signal), when ``event`` is its report."""
+    who = loss.instance
+    if isinstance(event, e.InstanceLost) and (event.role, event.rank) == (who.role, who.rank):
         return event
     return e.InstanceLost(
-        role=loss.instance.role,
-        rank=loss.instance.rank,
+        role=who.role,
+        rank=who.rank,
         epoch=loss.epoch,
         reason=loss.reason,
         text=loss.text,
@@ -455,14 +427,7 @@ def _of_end(job: JobHistory, ended: JobEnded) -> Culprit | None:
     if ended.role is None:
         return None
     losses = [one for failure in job.failures for one in failure.losses] + job.unclaimed
-    cause = InstanceLost(
-        role=ended.role,
-        rank=ended.rank or 0,
-        epoch=Epoch(0),
-        reason=ended.reason,
-        text=ended.text,
-        traceback=ended.traceback,
-    )
+    cause = _loss(ended, epoch=Epoch(0))
     if ended.rank is None:
         return Culprit(instance=ended.role, at=job.ended_at or 0.0, loss=cause)
     return _found(losses[::-1], cause, job.ended_at or 0.0)

@@ -14,11 +14,8 @@ from rota.job.core.resize import wanted_size
 from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
 from rota.service.api import JobSort
-from rota.service.models.base import Moment
+from rota.service.models.base import Moment, document
 from rota.service.models.jobs import (
-    AttemptRow,
-    Beat,
-    EditRow,
     InstanceRow,
     JobDocument,
     JobError,
@@ -27,19 +24,19 @@ from rota.service.models.jobs import (
     LossFields,
     MasterRow,
     Progress,
+    ProgressReport,
     RoleRow,
     StreamRow,
 )
-from rota.service.views.job_history import Attempt, InstanceHistory, JobHistory, culprit_of
-from rota.spec import codec
+from rota.service.views.job_history import InstanceHistory, JobHistory, culprit_of
 from rota.spec.errors import BadInput
-from rota.spec.events import Committed, InstanceLost
+from rota.spec.events import Committed
 from rota.spec.ids import JobId
+from rota.spec.job import RoleSpec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import counted
 from rota.spec.states import InstanceState, JobState
 
-API = "rota/v1"
 LIMIT_MAX = 200
 FILTER_STATES = tuple(state.value for state in JobState)
 
@@ -127,34 +124,25 @@ def moved_text(reason: Reason, for_job: str) -> str:
 def job_summary(job: JobHistory, now: float, wait_of: WaitOf) -> JobRow:
     """One row of a list of jobs."""
     reason, text = reason_of(job, wait_of)
-    gpus = sum(role.res.gpus * role.replicas_min for role in job.spec.roles)
-    return {
-        "id": job.id,
-        "uid": job.submitted.uid,
-        "name": job.spec.name,
-        "user": job.submitted.user,
-        "queue": job.queue,
-        "priority": job.priority,
-        "state": job.state.value,
-        "phase": phase(job),
-        "reason": reason,
-        "text": text,
-        "since": iso(job.since),
-        "submitted_at": iso(job.submitted_at),
-        "queued_at": when(job.queued_at),
-        "started_at": when(job.running_at),
-        "ended_at": when(job.ended_at),
-        "run_s": _run_s(job, now),
-        "attempt": job.attempts[-1].attempt if job.attempts else 0,
-        "failovers": len(job.failures),
-        "restarts": sum(one.restarts for one in job.instances.values()),
-        "instances_total": sum(one.now.active for one in job.instances.values()),
-        "instances_ready": sum(one.state is InstanceState.READY and one.now.active for one in job.instances.values()),
-        "gpus": gpus,
-        "nodes": list(job.placement.nodes) if job.placement and not job.state.terminal else [],
-        "labels": dict(job.spec.labels),
-        "progress": _progress(job),
-    }
+    active = [one for one in job.instances.values() if one.now.active]
+    return document(
+        JobRow,
+        job,
+        job.submitted,
+        job.spec,
+        phase=phase(job),
+        reason=reason,
+        text=text,
+        run_s=_run_s(job, now),
+        attempt=len(job.attempts),
+        failovers=len(job.failures),
+        restarts=sum(one.now.restarts for one in job.instances.values()),
+        instances_total=len(active),
+        instances_ready=sum(one.state is InstanceState.READY for one in active),
+        gpus=sum(role.res.gpus * role.replicas_min for role in job.spec.roles),
+        nodes=job.placement.nodes if job.placement and not job.state.terminal else (),
+        progress=_progress(job),
+    )
 
 
 def job_document(
@@ -170,29 +158,25 @@ def job_document(
 
     ``beats`` is what instances last told their master; it is the one thing that no event tells.
     """
-    return {
-        "api": API,
-        "kind": "Job",
-        **job_summary(job, now, wait_of),
-        "roles": [_role(job, role.name) for role in job.spec.roles],
-        "instances": [
-            instance_document(job, one, (beats or {}).get(str(one.id)))
+    return document(
+        JobDocument,
+        job_summary(job, now, wait_of),
+        job,
+        job.submitted,
+        roles=[_role(job, role) for role in job.spec.roles],
+        instances=[
+            instance_row(job, one, (beats or {}).get(str(one.id)))
             for one in job.instances.values()
             if one.pid or not one.now.retired
         ],
-        "streams": stream_rows(job.commit),
-        "master": _master(job),
-        "attempts": [_attempt(one) for one in job.attempts],
-        "error": end_document(job),
-        "changes": [{"at": when(one.at), "by": one.by, "changes": one.changes} for one in job.edits],
-        "workdir": job.submitted.workdir,
-        "filename": job.submitted.filename,
-        "version": job.version,
-        "seq": job.seq,
-        "events": job.last_number,
-        "output": output,
-        "url": url,
-    }
+        streams=stream_rows(job.commit),
+        master=_master(job),
+        error=job_error(job),
+        changes=job.edits,
+        events=job.last_number,
+        output=output,
+        url=url,
+    )
 
 
 def outlined(document: JobDocument) -> JobDocument:
@@ -213,129 +197,78 @@ def outlined(document: JobDocument) -> JobDocument:
     }
 
 
-def instance_document(job: JobHistory, one: InstanceHistory, beat: Mapping[str, Any] | None = None) -> InstanceRow:
-    """One instance; a beat of another epoch says nothing of it."""
-    return {
-        "instance": str(one.id),
-        "role": one.id.role,
-        "rank": one.id.rank,
-        "state": one.state.value,
-        "since": when(one.since),
-        "node": one.node,
-        "pid": (one.pid or None) if one.now.alive or one.state.terminal else None,
-        "epoch": one.now.epoch,
-        "standby": one.now.spare,
-        "restarts": one.restarts,
-        "devices": _devices(job, one),
-        "restored": one.now.restored,
-        "progress": _beat(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
-        "error": None if one.error is None else loss_document(one.error_at, one.error),
-    }
+def instance_row(job: JobHistory, one: InstanceHistory, beat: Mapping[str, Any] | None = None) -> InstanceRow:
+    """One instance; a heartbeat of another epoch does not count."""
+    bundle = job.bundle_of(one.id)
+    return document(
+        InstanceRow,
+        one,
+        one.now,
+        one.id,
+        instance=str(one.id),
+        pid=(one.pid or None) if one.now.alive or one.state.terminal else None,
+        standby=one.now.spare,
+        devices=bundle.devices if bundle is not None else (),
+        progress=_progress_report(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
+        error=None if one.error is None else document(LossFields, one.error, at=one.error_at),
+    )
 
 
-def loss_document(at: float | None, loss: InstanceLost) -> LossFields:
-    """How an instance was lost."""
-    return {
-        "at": when(at),
-        "reason": loss.reason,
-        "text": loss.text,
-        "traceback": loss.traceback,
-        "exit_code": loss.exit_code,
-        "signal": loss.signal,
-        "epoch": loss.epoch,
-    }
+def _progress_report(beat: Mapping[str, Any]) -> ProgressReport:
+    older: dict[str, Any] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}  # what an older process does not send
+    return document(
+        ProgressReport,
+        beat,
+        older,
+        n=beat["progress_n"],
+        unit=beat["progress_unit"],
+        idle_s=round(beat["idle_s"], 3),
+        beat_age_s=round(beat["age_s"], 3),
+        waits_for=[wait["target"] for wait in beat.get("waits", ())],
+        weights=[dict(zip(_WEIGHTS, row)) for row in beat.get("weights", ())],
+    )
 
 
-def _devices(job: JobHistory, one: InstanceHistory) -> list[int]:
-    bundle = job.bundle_of(one.id.role, one.id.rank)
-    return list(bundle.devices) if bundle is not None else []
-
-
-def _beat(beat: Mapping[str, Any]) -> Beat:
-    return {
-        "n": beat["progress_n"],
-        "unit": beat["progress_unit"],
-        "idle_s": round(beat["idle_s"], 3),
-        "beat_age_s": round(beat["age_s"], 3),
-        "busy": list(beat["busy"]),
-        "quiet": beat["quiet"],
-        "waits_for": [wait["target"] for wait in beat.get("waits", ())],
-        "step_s": beat.get("step_s", 0.0),
-        "cpus": beat.get("cpus", 0.0),
-        "rss_bytes": beat.get("rss_bytes", 0),
-        "weights": [
-            {"edge": edge, "state": state, "held": held, "behind": behind, "behind_s": behind_s}
-            for edge, state, held, behind, behind_s in beat.get("weights", ())
-        ],
-    }
+_WEIGHTS = ("edge", "state", "held", "behind", "behind_s")
+"""What a heartbeat says of a weights edge, in order."""
 
 
 def _progress(job: JobHistory) -> Progress | None:
-    if job.commit is None:
-        return None
-    return {"commit": job.commit.n, "at": when(job.commit_at), "metrics": job.commit.metrics}
+    commit = job.commit
+    return None if commit is None else document(Progress, commit, commit=commit.n, at=job.commit_at)
 
 
 def _run_s(job: JobHistory, now: float) -> float:
-    return round(sum((one.ended_at or now) - one.running_at for one in job.attempts if one.running_at is not None), 3)
+    ran = ((one.ended_at or now) - one.started_at for one in job.attempts if one.started_at is not None)
+    return round(sum(ran), 3)
 
 
-def _role(job: JobHistory, name: str) -> RoleRow:
-    role = job.spec.role(name)
-    members = [one for one in job.instances.values() if one.id.role == name]
-    return {
-        "name": name,
-        "workload": role.workload,
-        "run": None if role.run is None else list(role.run),
-        "replicas": wanted_size(job.ctx, role),
-        "ready": sum(one.state is InstanceState.READY for one in members),
-        "restarts": sum(one.restarts for one in members),
-        "resources": codec.to_json_value(role.res),
-        "restart": role.restart,
-        "loop": role.is_loop,
-        "plans": [{"replicas": one.replicas, "why": one.why} for one in role.plans],
-    }
+def _role(job: JobHistory, role: RoleSpec) -> RoleRow:
+    members = [one for one in job.instances.values() if one.id.role == role.name]
+    return document(
+        RoleRow,
+        role,
+        replicas=wanted_size(job.ctx, role),
+        ready=sum(one.state is InstanceState.READY for one in members),
+        restarts=sum(one.now.restarts for one in members),
+        resources=role.res,
+        loop=role.is_loop,
+    )
 
 
 def _master(job: JobHistory) -> MasterRow | None:
-    if job.master is None:
-        return None
-    return {
-        "pid": job.master.pid,
-        "epoch": job.master.master_epoch,
-        "node": job.master.node,
-        "since": when(job.master_at),
-    }
+    master = job.master
+    return None if master is None else document(MasterRow, master, epoch=master.master_epoch, since=job.master_at)
 
 
-def _attempt(one: Attempt) -> AttemptRow:
-    return {
-        "attempt": one.attempt,
-        "epoch": one.epoch,
-        "admitted_at": when(one.admitted_at),
-        "started_at": when(one.running_at),
-        "ended_at": when(one.ended_at),
-        "reason": one.reason,
-        "for_job": one.for_job,
-        "nodes": list(one.placement.nodes),
-        "why": one.why,
-    }
-
-
-def end_document(job: JobHistory) -> JobError | None:
+def job_error(job: JobHistory) -> JobError | None:
     """Why the job failed, and whose failure ended it; None for one that did not fail."""
     ended = job.ended
     if ended is None or ended.state is not JobState.FAILED:
         return None
-    return {
-        "reason": ended.reason,
-        "fault": INFO[ended.reason].fault,
-        "text": ended.text or INFO[ended.reason].text,
-        "role": ended.role,
-        "rank": ended.rank,
-        "instance": "" if (culprit := culprit_of(job)) is None else culprit.instance,
-        "traceback": ended.traceback,
-    }
+    info, culprit = INFO[ended.reason], culprit_of(job)
+    text, instance = ended.text or info.text, culprit.instance if culprit is not None else ""
+    return document(JobError, ended, fault=info.fault, text=text, instance=instance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,20 +320,11 @@ def job_list(
     keyed = ((_key(one, sort), one) for one in jobs if wanted.wants(one))
     fits = sorted((one for one in keyed if after is None or one[0] > after), key=lambda one: one[0])
     page = fits[:limit]
-    return {
-        "api": API,
-        "kind": "JobList",
-        "items": [job_summary(one, now, wait_of) for _, one in page],
-        "next": _write_cursor(page[-1][0], sort) if len(fits) > limit else None,
-    }
-
-
-def edits(job: JobHistory) -> list[EditRow]:
-    """Every edit in order, with the spec before and after it."""
-    return [
-        {"at": when(one.at), "by": one.by, "before": one.before.to_json(), "after": one.after.to_json()}
-        for one in job.edits
-    ]
+    return document(
+        JobList,
+        items=[job_summary(one, now, wait_of) for _, one in page],
+        next=_write_cursor(page[-1][0], sort) if len(fits) > limit else None,
+    )
 
 
 Key = tuple[float, str, float, str]
@@ -434,17 +358,4 @@ def stream_rows(commit: Committed | None) -> list[StreamRow]:
     ``leased`` are with their producers; ``again`` counts productions begun anew; ``age`` is in model versions.
     """
     cuts: Mapping[str, Mapping[str, Any]] = commit.cursor.get(CUT, {}).get("streams", {}) if commit else {}
-    return [
-        {
-            "name": name,
-            "admitted": cut["admitted"],
-            "pending": cut["pending"],
-            "leased": cut["running"],
-            "queued": cut["queued"],
-            "trained": cut["trained"],
-            "dropped": dict(cut["dropped"]),
-            "again": cut["again"],
-            "age": cut["age"],
-        }
-        for name, cut in cuts.items()
-    ]
+    return [document(StreamRow, cut, name=name, leased=cut["running"]) for name, cut in cuts.items()]

@@ -5,34 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from math import inf
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from rota.cluster.core.explain import Explanation as SchedulerAnswer
 from rota.cluster.sim.forecast import Estimate
 from rota.runtime.probe import master_part
-from rota.service.models.base import Fields, Why
+from rota.service.models.base import Fields, Why, document
 from rota.service.models.reasons import (
+    Ahead,
     Blocker,
     Decision,
     EstimateDocument,
     Explanation,
     FailureList,
     FailureRow,
+    JobEnd,
     LossRow,
     PlacedOn,
     QueueUse,
-    StartChange,
-    VictimRow,
+    ReplacedMaster,
+    RolePlan,
+    StartingRow,
     WaitGraphDocument,
 )
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory, Recovery, culprit_of, culprit_of_recovery
-from rota.service.views.jobs import API, end_document, loss_document, moved_text, phase, reason_of, when
+from rota.service.views.jobs import job_error, moved_text, phase, reason_of
 from rota.spec import codec
 from rota.spec.events import InstanceLost, PartReplaced
 from rota.spec.reasons import INFO
 from rota.spec.resources import Res
-from rota.spec.states import JobState
+from rota.spec.states import InstanceState, JobState
 
 Dim = Literal["gpus", "cpus"]
 BLOCKERS_MAX = 10
@@ -58,38 +61,30 @@ def explanation(
     elif found is not None and (wait := found.why) is not None:
         why = Why(code=wait.reason, text=wait.text or INFO[wait.reason].text, fields=wait.fields)
     waiting = job.state in (JobState.SUBMITTED, JobState.QUEUED)
-    return {
-        "api": API,
-        "kind": "Explanation",
-        "job": job.id,
-        "state": job.state.value,
-        "since": when(job.since),
-        "phase": phase(job),
-        "waiting": waiting,
-        "queue": _queue(job, installation),
-        "why": why,
-        "tally": [{"constraint": one.constraint, "nodes_left": one.nodes_left} for one in found.tally] if found else [],
-        "ahead": {"jobs": found.ahead_jobs if found else 0, "gpus": found.ahead_gpus if found else 0},
-        "would_start_now_with": cast("list[StartChange]", list(found.would_start_now_with)) if found else [],
-        "victims_if_preempted": cast("list[VictimRow]", list(found.victims_if_preempted)) if found else [],
-        "estimate": None if undecided else estimate,
-        "starts_now": found is not None and found.starts_now and not undecided,
-        "blocked_by": _blockers(job, installation) if waiting else [],
-        "placement": _placement(job),
-        "plans": [
-            {"role": role.name, "replicas": one.replicas, "why": one.why}
-            for role in job.spec.roles
-            for one in role.plans
-        ],
-        "decisions": _decisions(job),
-        "see": f"rota why {job.id}" if job.state is JobState.RUNNING else f"rota show {job.id}",
-    }
+    answer = found or SchedulerAnswer(job=job.id, state=job.state, starts_now=False, why=None)
+    return document(
+        Explanation,
+        job,
+        answer,
+        job=job.id,
+        phase=phase(job),
+        waiting=waiting,
+        queue=_queue(job, installation),
+        why=why,
+        ahead=document(Ahead, jobs=answer.ahead_jobs, gpus=answer.ahead_gpus),
+        estimate=None if undecided else estimate,
+        starts_now=answer.starts_now and not undecided,
+        blocked_by=_blockers(job, installation) if waiting else (),
+        placement=_placement(job),
+        plans=[document(RolePlan, one, role=role.name) for role in job.spec.roles for one in role.plans],
+        decisions=_decisions(job),
+        see=f"rota why {job.id}" if job.state is JobState.RUNNING else f"rota show {job.id}",
+    )
 
 
 def estimate_document(found: Estimate, age_s: float | None) -> EstimateDocument:
     """When a job would start, as people read it; ``age_s`` is how long ago that was played."""
-    age_s = None if age_s is None else round(age_s, 1)
-    return {"p50": when(found.p50), "p90": when(found.p90), "basis": found.basis, "age_s": age_s}
+    return document(EstimateDocument, found, age_s=None if age_s is None else round(age_s, 1))
 
 
 def _fields(job: JobHistory) -> Fields:
@@ -101,15 +96,16 @@ def _queue(job: JobHistory, installation: Installation) -> QueueUse:
     queue = next((queue for queue in installation.queues if queue.path == job.queue), None)
     guaranteed, limit = (None, None) if queue is None else (queue.guaranteed, queue.limit)
     gpus, cpus = used_in(installation, job.queue)
-    return {
-        "path": job.queue,
-        "used": gpus,
-        "used_cpus": cpus,
-        "guaranteed": stated(guaranteed, "gpus"),
-        "limit": stated(limit, "gpus"),
-        "guaranteed_cpus": stated(guaranteed, "cpus"),
-        "limit_cpus": stated(limit, "cpus"),
-    }
+    return document(
+        QueueUse,
+        path=job.queue,
+        used=gpus,
+        used_cpus=cpus,
+        guaranteed=stated(guaranteed, "gpus"),
+        limit=stated(limit, "gpus"),
+        guaranteed_cpus=stated(guaranteed, "cpus"),
+        limit_cpus=stated(limit, "cpus"),
+    )
 
 
 def stated(res: Res | None, dim: Dim) -> float | None:
@@ -137,13 +133,14 @@ def _blockers(job: JobHistory, installation: Installation) -> list[Blocker]:
     )
     soonest = nsmallest(BLOCKERS_MAX, holding, key=lambda one: (_ends(one), one.id))
     return [
-        {
-            "job": one.id,
-            "gpus": sum(bundle.res.gpus for bundle in placement.bundles),
-            "cpus": sum(bundle.res.cpus for bundle in placement.bundles),
-            "ends": None if one.spec.time_limit_s is None else when(_ends(one)),
-            "basis": "time_limit" if one.spec.time_limit_s is not None else "unknown",
-        }
+        document(
+            Blocker,
+            job=one.id,
+            gpus=sum(bundle.res.gpus for bundle in placement.bundles),
+            cpus=sum(bundle.res.cpus for bundle in placement.bundles),
+            ends=None if one.spec.time_limit_s is None else _ends(one),
+            basis="time_limit" if one.spec.time_limit_s is not None else "unknown",
+        )
         for one in soonest
         if (placement := one.placement) is not None
     ]
@@ -157,24 +154,28 @@ def _ends(job: JobHistory) -> float:
 def _placement(job: JobHistory) -> PlacedOn | None:
     if job.placement is None or not job.state.holds_devices:
         return None
-    return {"nodes": list(job.placement.nodes), "why": job.attempts[-1].why}
+    return document(PlacedOn, job.placement, why=job.attempts[-1].why)
 
 
 def _decisions(job: JobHistory) -> list[Decision]:
     rows: list[tuple[float, Decision]] = []
     for one in job.attempts:
-        at = one.admitted_at
-        rows.append((at, {"at": when(at), "decision": "admitted", "attempt": one.attempt, "why": one.why}))
+        rows.append((one.admitted_at, _decision(one.admitted_at, "admitted", attempt=one.attempt, why=one.why)))
         if (ended_at := one.ended_at) is not None and one.reason is not None:
             text = moved_text(one.reason, one.for_job)
-            ended: Decision = {"at": when(ended_at), "decision": "attempt ended", "reason": one.reason, "text": text}
-            rows.append((ended_at, {**ended, "attempt": one.attempt}))
+            row = _decision(ended_at, "attempt ended", reason=one.reason, text=text, attempt=one.attempt)
+            rows.append((ended_at, row))
     if (waits := job.waits) is not None:
         fields = codec.to_json_value(waits.fields)
-        at, reason = job.waits_at, waits.reason
-        rows.append((at, Decision(at=when(at), decision="waits", reason=reason, text=waits.text, fields=fields)))
+        rows.append(
+            (job.waits_at, _decision(job.waits_at, "waits", reason=waits.reason, text=waits.text, fields=fields))
+        )
     rows.sort(key=lambda row: row[0])
     return [row for _, row in rows[-DECISIONS_MAX:]]
+
+
+def _decision(at: float, decision: str, **more: object) -> Decision:
+    return document(Decision, at=at, decision=decision, **more)
 
 
 def failure_list(job: JobHistory, *, attempt: int | None = None, replaced: Iterable[PartReplaced] = ()) -> FailureList:
@@ -184,59 +185,41 @@ def failure_list(job: JobHistory, *, attempt: int | None = None, replaced: Itera
     those of the ``replaced`` parts that were the master of this job: they cost it nothing, and count as no failure.
     """
     items = [_item(n, one) for n, one in enumerate(job.failures, 1) if attempt in (None, one.attempt)]
-    open_losses = [_loss(at, loss) for at, loss in job.unclaimed]
     first = culprit_of(job, attempt=attempt)
-    return {
-        "api": API,
-        "kind": "FailureList",
-        "job": job.id,
-        "state": job.state.value,
-        "first": None if first is None else {**_loss(first.at, first.loss), "instance": first.instance},
-        "items": items,
-        "end": None if (end := end_document(job)) is None else {"at": when(job.ended_at), **end},
-        "open_losses": open_losses,
-        "masters": [
-            {"pid": one.pid, "text": one.text, "at": when(one.found_at)}
-            for one in replaced
-            if one.part == master_part(job.id)
-        ],
-        "next": None,
-    }
+    end = job_error(job)
+    return document(
+        FailureList,
+        job=job.id,
+        state=job.state,
+        first=None if first is None else _loss(first.at, first.loss, instance=first.instance),
+        items=items,
+        end=None if end is None else document(JobEnd, end, at=job.ended_at),
+        open_losses=[_loss(at, loss) for at, loss in job.unclaimed],
+        masters=[document(ReplacedMaster, one, at=one.found_at) for one in replaced if one.part == master_part(job.id)],
+    )
 
 
 def _item(n: int, one: Recovery) -> FailureRow:
-    cause = one.cause
-    return {
-        "n": n,
-        "failover": one.number,
-        "attempt": one.attempt,
-        "level": one.level.value,
-        "moved_from": None if one.moved_from is None else one.moved_from.value,
-        "move_reason": one.move_reason,
-        "reason": cause.reason,
-        "fault": INFO[cause.reason].fault,
-        "text": cause.text or INFO[cause.reason].text,
-        "role": cause.role,
-        "rank": cause.rank,
-        "instance": culprit_of_recovery(one).instance,
-        "traceback": cause.traceback,
-        "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
-        "restore": one.restore,
-        "restored_from": one.restored_from,
-        "lost_commits": one.lost_commits,
-        "seen_at": when(one.seen_at),
-        "decided_at": when(one.decided_at),
-        "ended_at": when(one.ended_at),
-        "detect_to_decide_s": round(one.decided_at - one.seen_at, 3),
-        "seconds": None if one.ended_at is None else round(one.ended_at - one.seen_at, 3),
-        "joined_by": one.joined_by,
-        "healed": one.ended_at is not None,
-        "losses": [_loss(at, loss) for at, loss in one.losses],
-    }
+    cause, info, ended_at = one.cause, INFO[one.cause.reason], one.ended_at
+    return document(
+        FailureRow,
+        one,
+        cause,
+        n=n,
+        failover=one.number,
+        fault=info.fault,
+        text=cause.text or info.text,
+        instance=culprit_of_recovery(one).instance,
+        scope=[{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
+        detect_to_decide_s=round(one.decided_at - one.seen_at, 3),
+        seconds=None if ended_at is None else round(ended_at - one.seen_at, 3),
+        healed=ended_at is not None,
+        losses=[_loss(at, loss) for at, loss in one.losses],
+    )
 
 
-def _loss(at: float, loss: InstanceLost) -> LossRow:
-    return {"instance": f"{loss.role}/{loss.rank}", **loss_document(at, loss), "process_alive": loss.alive}
+def _loss(at: float, loss: InstanceLost, *, instance: str = "") -> LossRow:
+    return document(LossRow, loss, at=at, instance=instance or f"{loss.role}/{loss.rank}", process_alive=loss.alive)
 
 
 def why_document(job: JobHistory, live: Mapping[str, Any]) -> WaitGraphDocument:
@@ -246,27 +229,26 @@ def why_document(job: JobHistory, live: Mapping[str, Any]) -> WaitGraphDocument:
     each has ``members`` (several wait for each other), ``text`` and ``waiters``. ``stacks`` maps an instance to text.
     ``slow`` members take much longer for a step than their role, ``dropped`` ones use far fewer cores than at work.
     """
-    open_failover = next((one for one in reversed(job.failures) if one.ended_at is None), None)
-    cause = None if open_failover is None else failure_list(job)["items"][job.failures.index(open_failover)]
-    return {
-        "api": API,
-        "kind": "WaitGraph",
-        "job": job.id,
-        "state": job.state.value,
-        "live": bool(live),
-        "culprits": live.get("culprits", []),
-        "suspects": live.get("suspects", []),
-        "waits": live.get("waits", []),
-        "slow": live.get("slow", []),
-        "dropped": live.get("dropped", []),
-        "vertices": live.get("vertices", []),
-        "stacks": live.get("stacks", {}),
-        "items": [
-            {"instance": str(one.id), "state": one.state.value, "since": when(one.since)}
+    opened = next((one for one in reversed(list(enumerate(job.failures, 1))) if one[1].ended_at is None), None)
+    return document(
+        WaitGraphDocument,
+        live,
+        _NO_MASTER,
+        job=job.id,
+        state=job.state,
+        live=bool(live),
+        items=[
+            document(StartingRow, one, instance=str(one.id))
             for one in job.instances.values()
-            if one.state.value not in ("READY", "GONE")
+            if one.state not in (InstanceState.READY, InstanceState.GONE)
         ],
-        "cause": cause,
-        "see": f"rota explain {job.id}" if job.state is JobState.QUEUED else f"rota failures {job.id}",
-        "next": None,
-    }
+        cause=None if opened is None else _item(*opened),
+        see=f"rota explain {job.id}" if job.state is JobState.QUEUED else f"rota failures {job.id}",
+    )
+
+
+_NO_MASTER: Mapping[str, object] = {
+    **dict.fromkeys(("culprits", "suspects", "waits", "slow", "dropped", "vertices"), ()),
+    "stacks": {},
+}
+"""What a master that cannot be asked leaves empty."""

@@ -9,11 +9,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
 from rota.service.models.accounts import (
     AuditList,
-    GrantedRole,
     SecretDocument,
     SecretList,
     TokenDocument,
@@ -26,9 +24,8 @@ from rota.service.models.accounts import (
     WebhookList,
     WebhookRow,
 )
-from rota.service.models.base import Sent
+from rota.service.models.base import Sent, document
 from rota.service.rest.deps import AppState, Asker, Parts
-from rota.service.views.jobs import API, when
 from rota.service.webhooks import OWNER, without_password
 from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
 from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
@@ -95,7 +92,7 @@ class WebhookBody(BaseModel):
 @router.get("/whoami")
 async def whoami(app: Parts, caller: Asker) -> Sent[UserDocument]:
     """The user behind the token or session, and what it may do where."""
-    return {"api": API, "kind": "User", "by": caller.by, **_user(caller.user, dict(caller.grants))}
+    return document(UserDocument, _user(caller.user, dict(caller.grants)), by=caller.by)
 
 
 @router.get("/users")
@@ -103,7 +100,7 @@ async def users(app: Parts, caller: Asker) -> Sent[UserList]:
     """Every user with roles; for admins."""
     caller.need(Role.ADMIN)
     found = {LOCAL: {"": Role.ADMIN}} | app.auth.accounts.users
-    return {"api": API, "kind": "UserList", "items": [_user(*one) for one in sorted(found.items())], "next": None}
+    return document(UserList, items=[_user(*one) for one in sorted(found.items())])
 
 
 @router.put("/users/{name}")
@@ -122,7 +119,7 @@ async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sen
         await _forget_secrets(app, name)  # what another of that name left
     event = UserChanged(name=name, grants=tuple((path, role.word) for path, role in grants.items()), by=caller.user)
     await app.loop.append([event])
-    return {"api": API, "kind": "User", **_user(name, grants)}
+    return document(UserDocument, _user(name, grants))
 
 
 @router.delete("/users/{name}")
@@ -139,15 +136,15 @@ async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocumen
     revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
     await app.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
     live = app.loop.installation.live.values()
-    jobs: list[str] = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
-    return {"api": API, "kind": "User", **_user(name, {}), "jobs": jobs}
+    jobs = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
+    return document(UserDocument, _user(name, {}), jobs=jobs)
 
 
 @router.get("/tokens")
 async def tokens(app: Parts, caller: Asker) -> Sent[TokenList]:
     """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
     items = [_token(one) for one in _valid(app) if caller.has(Role.ADMIN) or one.made.user == caller.user]
-    return {"api": API, "kind": "TokenList", "items": items, "next": None}
+    return document(TokenList, items=items)
 
 
 @router.post("/tokens", status_code=201)
@@ -164,7 +161,7 @@ async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDo
     )
     await app.loop.append([made])
     shown = _token(app.auth.accounts.tokens[made.id])
-    return {"api": API, "kind": "Token", **shown, "token": whole, "url": app.settings.url}
+    return document(TokenDocument, shown, token=whole, url=app.settings.url)
 
 
 @router.delete("/tokens/{token}")
@@ -176,14 +173,14 @@ async def revoke_token(token: Annotated[str, Field(max_length=63)], app: Parts, 
     if not app.auth.may_revoke(caller, known.made):
         raise NotAllowed(f"token {token} may do more than the one you ask with", hint="use that one, or ask an admin")
     await app.loop.append([TokenRevoked(id=token, by=caller.user)])
-    return {"api": API, "kind": "Token", **_token(app.auth.accounts.tokens[token])}
+    return document(TokenDocument, _token(app.auth.accounts.tokens[token]))
 
 
 @router.get("/secrets")
 async def secrets(app: Parts, caller: Asker) -> Sent[SecretList]:
     """The names of one's secrets; no answer ever holds a value."""
     names = await asyncio.to_thread(app.vault.names, _owner(caller))
-    return {"api": API, "kind": "SecretList", "items": [{"name": name} for name in names], "next": None}
+    return document(SecretList, items=[{"name": name} for name in names])
 
 
 @router.put("/secrets/{name}")
@@ -191,7 +188,7 @@ async def put_secret(name: Name, body: SecretBody, app: Parts, caller: Asker) ->
     """Keep a value that one's jobs may use as a variable of that name; it cannot be read back."""
     await asyncio.to_thread(app.vault.put, _owner(caller), name, body.value)
     await app.loop.append([SecretChanged(owner=caller.user, name=name, by=caller.user)])
-    return {"api": API, "kind": "Secret", "name": name, "removed": False}
+    return document(SecretDocument, name=name, removed=False)
 
 
 @router.delete("/secrets/{name}")
@@ -199,7 +196,7 @@ async def remove_secret(name: Name, app: Parts, caller: Asker) -> Sent[SecretDoc
     """Forget a value; instances that have it keep it until they end."""
     await asyncio.to_thread(app.vault.remove, _owner(caller), name)
     await app.loop.append([SecretChanged(owner=caller.user, name=name, removed=True, by=caller.user)])
-    return {"api": API, "kind": "Secret", "name": name, "removed": True}
+    return document(SecretDocument, name=name, removed=True)
 
 
 @router.get("/webhooks")
@@ -207,7 +204,7 @@ async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
     """Who is told what; for admins."""
     caller.need(Role.ADMIN)
     items = [_webhook(made) for made, _ in app.notifier.targets.values()]
-    return {"api": API, "kind": "WebhookList", "items": items, "next": None}
+    return document(WebhookList, items=items)
 
 
 @router.post("/webhooks", status_code=201)
@@ -217,7 +214,7 @@ async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[Web
     _check_queue(app, body.queue)
     made, secret = await asyncio.to_thread(app.notifier.make, body.url, body.on, body.queue, caller.user)
     await app.loop.append([made])
-    return {"api": API, "kind": "Webhook", **_webhook(made), "secret": secret}
+    return document(WebhookDocument, _webhook(made), secret=secret)
 
 
 @router.delete("/webhooks/{webhook}")
@@ -229,7 +226,7 @@ async def remove_webhook(webhook: Name, app: Parts, caller: Asker) -> Sent[Webho
     made, _ = app.notifier.targets[webhook]
     await app.loop.append([WebhookRemoved(id=webhook, by=caller.user)])
     await asyncio.to_thread(app.notifier.forget, webhook)
-    return {"api": API, "kind": "Webhook", **_webhook(made)}
+    return document(WebhookDocument, _webhook(made))
 
 
 @router.get("/audit")
@@ -239,7 +236,7 @@ async def audit(
     """Requests that change something, the newest first, refused ones too; for admins."""
     caller.need(Role.ADMIN)
     items = await asyncio.to_thread(app.audit.newest, limit, user=user)
-    return {"api": API, "kind": "AuditList", "items": items, "next": None}
+    return document(AuditList, items=items)
 
 
 def _check_queue(app: AppState, queue: str) -> None:
@@ -268,24 +265,12 @@ def _valid(app: AppState) -> list[Token]:
 
 
 def _user(name: str, grants: dict[str, Role]) -> UserRow:
-    rows: list[GrantedRole] = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
-    return {"name": name, "grants": rows}
+    return {"name": name, "grants": [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]}
 
 
 def _webhook(made: WebhookSet) -> WebhookRow:
-    return {"id": made.id, "url": without_password(made.url), "on": list(made.on), "queue": made.queue, "by": made.by}
+    return document(WebhookRow, made, url=without_password(made.url))
 
 
 def _token(one: Token) -> TokenRow:
-    made = one.made
-    return {
-        "id": made.id,
-        "user": made.user,
-        "name": made.name,
-        "role": made.role,
-        "queue": made.queue,
-        "made_at": iso(one.at),
-        "made_by": made.by,
-        "expires_at": when(made.expires_at),
-        "revoked": one.revoked_at is not None,
-    }
+    return document(TokenRow, one.made, made_at=one.at, made_by=one.made.by, revoked=one.revoked_at is not None)

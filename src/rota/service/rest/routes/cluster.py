@@ -9,9 +9,9 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.quota import broken_rules
@@ -19,10 +19,9 @@ from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
-from rota.runtime.clock import iso
 from rota.service.accounts import Role
 from rota.service.control.changes import read_queues
-from rota.service.models.base import Sent
+from rota.service.models.base import Sent, document
 from rota.service.models.cluster import (
     ClusterDocument,
     DrainPlan,
@@ -33,7 +32,6 @@ from rota.service.models.cluster import (
     NodeRow,
     Outlook,
     ProfileList,
-    ProfileRow,
     QueueDiff,
     QueueDocument,
     QueueTree,
@@ -42,13 +40,11 @@ from rota.service.models.cluster import (
     SettingList,
     StatusDocument,
     TemplateList,
-    TemplateRow,
     UsageReport,
 )
-from rota.service.rest.deps import STORABLE, AppState, Asker, Parts, append_live
+from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live
 from rota.service.templates import about, template_files, template_names
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree, usage_report
-from rota.service.views.jobs import API
 from rota.spec import codec
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
 from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
@@ -116,29 +112,19 @@ async def status_document(app: AppState) -> StatusDocument:
         parts = {"gateway": {"state": "down", "text": str(error)}}
     stale = loop.stale_since
     away_s = None if stale is None else round(app.clock.monotonic_s() - stale, 1)
-    return {
-        "api": API,
-        "kind": "Status",
-        "state": "ready" if app.ready and stale is None else "degraded" if app.ready else "starting",
-        "version": app.version,
-        "url": app.settings.url,
-        "pid": app.pid,
-        "started_at": iso(app.started_at),
-        "home": str(app.home.root),
-        "install_epoch": loop.writer.epoch,
-        "profile": app.settings.profile,
-        "pretend": app.settings.pretend or None,
-        "parts": {
-            "store": {
-                "state": "up" if stale is None else "away",
-                "records": installation.number,
-                "away_s": away_s,
-            },
-            **parts,
-        },
-        "cluster": cluster_totals(installation),
-        "warnings": _warnings(app),
-    }
+    store = {"state": "up" if stale is None else "away", "records": installation.number, "away_s": away_s}
+    return document(
+        StatusDocument,
+        app,
+        app.settings,
+        state="ready" if app.ready and stale is None else "degraded" if app.ready else "starting",
+        home=str(app.home.root),
+        install_epoch=loop.writer.epoch,
+        pretend=app.settings.pretend or None,
+        parts={"store": store, **parts},
+        cluster=cluster_totals(installation),
+        warnings=_warnings(app),
+    )
 
 
 def _replaced_text(one: PartReplaced, now: float) -> str:
@@ -163,13 +149,13 @@ async def hold(app: Parts, caller: Asker, body: HoldBody | None = None) -> Sent[
     app.loop.hold(HOLD_S)
     live = tuple(app.loop.installation.live.values())
     asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=(body or HoldBody()).grace_s)
-    for history in live:
-        if history.state.holds_devices and history.state not in (JobState.STOPPING, JobState.PREEMPTING):
-            grace_s = min(asked.grace_s, history.spec.grace_s)
+    for job in live:
+        if job.state.holds_devices and job.state not in (JobState.STOPPING, JobState.PREEMPTING):
+            grace_s = min(asked.grace_s, job.spec.grace_s)
             with suppress(Conflict):  # it ended meanwhile
-                await append_live(app, history, replace(asked, grace_s=grace_s))
-    counts = Counter(history.state.value for history in live if history.ended is None)
-    return {"api": API, "kind": "Hold", "jobs": dict(counts), "seconds": HOLD_S}
+                await append_live(app, job, replace(asked, grace_s=grace_s))
+    counts = Counter(job.state.value for job in live if job.ended is None)
+    return document(HoldDocument, jobs=counts, seconds=HOLD_S)
 
 
 def _warnings(app: AppState) -> list[str]:
@@ -220,7 +206,7 @@ async def nodes(
 @router.get("/cluster")
 async def cluster(app: Parts, caller: Asker) -> Sent[ClusterDocument]:
     """How many nodes, devices and jobs there are, by state."""
-    return {"api": API, "kind": "Cluster", **cluster_totals(app.loop.installation)}
+    return document(ClusterDocument, cluster_totals(app.loop.installation))
 
 
 @router.get("/cluster/heat")
@@ -232,26 +218,25 @@ async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
 @router.get("/nodes/{node}")
 async def node(node: str, app: Parts, caller: Asker) -> Sent[NodeDocument]:
     """One node."""
-    found: NodeDocument = {"api": API, "kind": "Node", **_one_node(app, node)}
-    return app.redacted(caller, found)
+    return app.redacted(caller, document(NodeDocument, _one_node(app, node)))
 
 
 @router.post("/nodes/{node}:{action}", status_code=202)
 async def mark_node(
     node: str,
     action: Literal["drain", "cordon", "undrain", "uncordon"],
-    request: Request,
     app: Parts,
     caller: Asker,
+    note: Note,
     body: MarkBody | None = None,
 ) -> Sent[DrainPlan]:
     """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
     caller.need(Role.ADMIN)
     given = body or MarkBody()
     if given.dry_run:
-        app.audit.add(request.state.request_id, dry_run=True)
+        note(dry_run=True)
     before = _one_node(app, node)
-    effect, notice_s = "goes on; new work goes elsewhere", None
+    effect, notice_s = "keeps running; new work goes elsewhere", None
     if action in ("undrain", "uncordon"):
         effect = "stays; new work may come here again"
     if action == "drain":
@@ -261,15 +246,14 @@ async def mark_node(
             node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason, notice_s=notice_s
         )
         await app.loop.append([event])
-    return {
-        "api": API,
-        "kind": "DrainPlan",
-        "node": node,
-        "action": action,
-        "dry_run": given.dry_run,
-        "jobs": [{"job": job, "effect": effect} for job in before["jobs"]],
-        "state": _one_node(app, node)["state"],
-    }
+    return document(
+        DrainPlan,
+        node=node,
+        action=action,
+        dry_run=given.dry_run,
+        jobs=[{"job": job, "effect": effect} for job in before["jobs"]],
+        state=_one_node(app, node)["state"],
+    )
 
 
 def _one_node(app: AppState, node: str) -> NodeRow:
@@ -292,11 +276,11 @@ async def queue(path: str, app: Parts, caller: Asker) -> Sent[QueueDocument]:
     items = {one["path"]: one for one in queue_tree(app.loop.installation)["items"]}
     if path not in items:
         raise unknown(f"no queue {path!r}", path, items, "queues")
-    return {"api": API, "kind": "Queue", **items[path]}
+    return document(QueueDocument, items[path])
 
 
 @router.put("/queues")
-async def apply_queues(body: QueuesBody, request: Request, app: Parts, caller: Asker) -> Sent[QueueDiff]:
+async def apply_queues(body: QueuesBody, app: Parts, caller: Asker, note: Note) -> Sent[QueueDiff]:
     """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
 
     ``over`` names those limits: nothing is stopped, and nothing new starts there until less is in use.
@@ -311,22 +295,21 @@ async def apply_queues(body: QueuesBody, request: Request, app: Parts, caller: A
             parent = path.rpartition("/")[0]
             caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
     if body.dry_run:
-        app.audit.add(request.state.request_id, dry_run=True)
-    used = sorted({history.queue for history in app.loop.installation.live.values()} - paths)
+        note(dry_run=True)
+    used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
     if used:
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     if not body.dry_run:
         event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
         await app.loop.append([event])
-    return {
-        "api": API,
-        "kind": "QueueDiff",
-        "dry_run": body.dry_run,
-        "added": sorted(paths - set(old)),
-        "removed": sorted(set(old) - paths),
-        "changed": sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
-        "over": limits_passed(then),
-    }
+    return document(
+        QueueDiff,
+        dry_run=body.dry_run,
+        added=sorted(paths - set(old)),
+        removed=sorted(set(old) - paths),
+        changed=sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
+        over=limits_passed(then),
+    )
 
 
 def _given_tree(app: AppState, body: QueuesBody) -> tuple[tuple[Queue, ...], State]:
@@ -363,8 +346,8 @@ async def report(
 ) -> Sent[UsageReport]:
     """Who used what in the last ``since_s`` seconds, by user, queue, job or gpu_type; of the jobs that one may see."""
     now, installation = app.clock.wall_s(), app.loop.installation
-    seen = (history for history in installation.jobs.values() if caller.sees(history))
-    nodes = (history.node for history in installation.nodes.values())
+    seen = (job for job in installation.jobs.values() if caller.sees(job))
+    nodes = (job.node for job in installation.nodes.values())
     return usage_report(seen, nodes, by=by, since=now - since_s, now=now)
 
 
@@ -372,17 +355,14 @@ async def report(
 async def settings(app: Parts, caller: Asker) -> Sent[SettingList]:
     """The settings that the service runs with, and where each came from; for admins. No password is shown."""
     caller.need(Role.ADMIN)
-    return cast("SettingList", {"api": API, **app.settings.document()})
+    return document(SettingList, app.settings.document())
 
 
 @router.get("/reasons")
 async def reasons(caller: Asker) -> Sent[ReasonList]:
     """Every reason with its family, its fault and its sentence."""
-    items: list[ReasonRow] = [
-        {"code": reason, "family": info.family, "fault": info.fault, "text": info.text, "ends_in": info.ends_in}
-        for reason, info in INFO.items()
-    ]
-    return {"api": API, "kind": "ReasonList", "items": items, "next": None}
+    items = [document(ReasonRow, info, code=reason) for reason, info in INFO.items()]
+    return document(ReasonList, items=items)
 
 
 class OutlookBody(BaseModel):
@@ -396,8 +376,8 @@ class OutlookBody(BaseModel):
 @sim.get("/sim/profiles")
 async def profiles(caller: Asker) -> Sent[ProfileList]:
     """Every scheduling profile with the sentence of its policy."""
-    items: list[ProfileRow] = [{"name": name, "text": _sentence(name)} for name in PROFILES]
-    return {"api": API, "kind": "ProfileList", "items": items, "next": None}
+    items = [{"name": name, "text": _sentence(name)} for name in PROFILES]
+    return document(ProfileList, items=items)
 
 
 def _sentence(name: str) -> str:
@@ -419,13 +399,11 @@ async def play(body: OutlookBody, app: Parts, caller: Asker) -> Sent[Outlook]:
     async with app.outlook_lock:
         forks = {name: state.copy() for name in dict.fromkeys(body.profiles)}
         found = await asyncio.to_thread(outlook, forks, app.clock.wall_s(), app.clock)
-    return app.redacted(caller, cast("Outlook", {"api": API, "kind": "Outlook", **found}))
+    return app.redacted(caller, document(Outlook, found))
 
 
 @sim.get("/templates")
 async def templates(caller: Asker) -> Sent[TemplateList]:
     """The jobs to begin with: what each shows, and its files."""
-    items: list[TemplateRow] = [
-        {"name": name, "text": about(name), "files": template_files(name)} for name in template_names()
-    ]
-    return {"api": API, "kind": "TemplateList", "items": items, "next": None}
+    items = [{"name": name, "text": about(name), "files": template_files(name)} for name in template_names()]
+    return document(TemplateList, items=items)

@@ -19,11 +19,10 @@ from rota.runtime.clock import iso
 from rota.runtime.output import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
 from rota.service.accounts import Caller, Redactor, Role
 from rota.service.control.loop import ServiceLoop
-from rota.service.models.base import Sent
+from rota.service.models.base import Sent, document
 from rota.service.models.jobs import EventList, LogPage
-from rota.service.rest.deps import AppState, Asker, Document, Parts, check_attempt, member_of
+from rota.service.rest.deps import AppState, Asker, Document, Parts, ReadJob, check_attempt, member_of
 from rota.service.views.job_history import JobHistory
-from rota.service.views.jobs import API
 from rota.service.webhooks import without_password
 from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName, unknown
 from rota.spec.events import KINDS, AccountEvent, JobEnded, Record, WebhookSet, event_to_json
@@ -59,9 +58,7 @@ async def events(
 
 @router.get("/jobs/{job}/events", response_model=Sent[EventList], responses=_STREAM)
 async def job_events(
-    job: str,
-    app: Parts,
-    caller: Asker,
+    on: ReadJob,
     after: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     follow: bool = False,
@@ -70,8 +67,8 @@ async def job_events(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """The events of one job; a stream of them ends with the job."""
-    found, stream = app.read(caller, job).id, follow or EVENT_STREAM in accept
-    return await _events(app, caller, found, _number(last_event_id, after), limit, type, stream)
+    stream = follow or EVENT_STREAM in accept
+    return await _events(on.app, on.caller, on.job.id, _number(last_event_id, after), limit, type, stream)
 
 
 async def _events(
@@ -90,16 +87,15 @@ async def _events(
         return _stream(app, caller, follow_events(app.loop, view, job=job, after=after, kind=kind))
     shown = view()
     records = await asyncio.to_thread(app.loop.log.read, after=after, job=job, limit=limit)
-    items = [document for record in records if (document := shown(record)) is not None]
-    document = {
-        "api": API,
-        "kind": "EventList",
-        "job": job,
-        "items": [item for item in items if not kind or item["kind"] == kind],
-        "next": records[-1].number if len(records) == limit else None,
-        "last": records[-1].number if records else after,
-    }
-    return JSONResponse(document)
+    items = [item for record in records if (item := shown(record)) is not None]
+    page = document(
+        EventList,
+        job=job,
+        items=[item for item in items if not kind or item["kind"] == kind],
+        next=records[-1].number if len(records) == limit else None,
+        last=records[-1].number if records else after,
+    )
+    return JSONResponse(page)
 
 
 def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) -> Document | None:
@@ -107,10 +103,10 @@ def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) ->
     if record.job is None:
         private = isinstance(record.event, AccountEvent)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
-    history = app.loop.installation.jobs.get(record.job)
-    if caller.has(Role.QUEUE_ADMIN) or (history is not None and caller.reads(history)):
+    job = app.loop.installation.jobs.get(record.job)
+    if caller.has(Role.QUEUE_ADMIN) or (job is not None and caller.reads(job)):
         return redactor.redact(record_document(record))
-    if history is None or not caller.sees(history):
+    if job is None or not caller.sees(job):
         return None
     document = record_document(record)
     return {name: document[name] for name in ("number", "job", "seq", "at", "kind")}
@@ -118,9 +114,7 @@ def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) ->
 
 @router.get("/jobs/{job}/logs", response_model=Sent[LogPage], responses=_STREAM)
 async def logs(
-    job: str,
-    app: Parts,
-    caller: Asker,
+    on: ReadJob,
     instance: str = "",
     follow: bool = False,
     tail: Annotated[int | None, Query(ge=0, le=TAIL_MAX)] = None,
@@ -134,9 +128,9 @@ async def logs(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
-    history = app.read(caller, job)
-    folder = app.home.job(history.id).logs
-    role, rank = member_of(history, instance, log_files(folder)) if instance else ("", None)
+    app, caller, job = on.app, on.caller, on.job
+    folder = app.home.job(job.id).logs
+    role, rank = member_of(job, instance, log_files(folder)) if instance else ("", None)
     query = LogQuery(
         role=role,
         rank=rank,
@@ -150,30 +144,22 @@ async def logs(
     )
     read_cursor(query.cursor)
     stream_it = follow or EVENT_STREAM in accept
-    check_attempt(history, attempt, may_come=stream_it and history.ended is None)
-    if history.ended is not None and not folder.is_dir():
+    check_attempt(job, attempt, may_come=stream_it and job.ended is None)
+    if job.ended is not None and not folder.is_dir():
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
-        raise UnknownName(f"{history.id} has no logs any more", hint=cause)
+        raise UnknownName(f"{job.id} has no logs any more", hint=cause)
     if stream_it:
 
         def check() -> None:
-            app.read(app.auth.renewed(caller), history.id)
+            app.read(app.auth.renewed(caller), job.id)
 
-        return _stream(app, caller, follow_logs(app.loop, history, folder, query, check))
+        return _stream(app, caller, follow_logs(app.loop, job, folder, query, check))
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
     if "text/plain" in accept:
         text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)
         return PlainTextResponse(text)
-    return JSONResponse(
-        {
-            "api": API,
-            "kind": "LogPage",
-            "job": history.id,
-            "items": [line_document(line) for line in lines],
-            "next": write_cursor(offsets),
-            "ended": history.ended is not None,
-        }
-    )
+    items, ended = [line_document(line) for line in lines], job.ended is not None
+    return JSONResponse(document(LogPage, job=job.id, items=items, next=write_cursor(offsets), ended=ended))
 
 
 class _Counted(StreamingResponse):
@@ -370,7 +356,7 @@ def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
 
 
 async def follow_logs(
-    loop: ServiceLoop, history: JobHistory, folder: Path, query: LogQuery, check: Callable[[], None]
+    loop: ServiceLoop, job: JobHistory, folder: Path, query: LogQuery, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """The page of ``query``, then every new line until the job ended and its files are still.
 
@@ -382,7 +368,7 @@ async def follow_logs(
         yield chunk
     quiet_since = last_sent = loop.clock.monotonic_s()
     while not loop.stopping:
-        over = history.ended is not None
+        over = job.ended is not None
         files = await asyncio.to_thread(log_files, folder, role=query.role, rank=query.rank)
         lines = await asyncio.to_thread(follow_batch, files, offsets)
         try:
@@ -395,7 +381,7 @@ async def follow_logs(
             for chunk in _frames([line for line in lines if query.wants(line)], offsets):
                 yield chunk
         elif over and now - quiet_since >= SETTLE_S:
-            state = history.ended.state if history.ended else history.state
+            state = job.ended.state if job.ended else job.state
             yield frame({"state": state, "cursor": write_cursor(offsets)}, event="end")
             return
         elif now - last_sent > KEEP_ALIVE_S:

@@ -177,7 +177,7 @@ class Home:
 
     @property
     def webhooks(self) -> Path:
-        """How far in the log each webhook has been told."""
+        """Position in the log up to which each webhook got its notices."""
         return self.run / "webhooks"
 
     @property

@@ -111,7 +111,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What of a job exists in the engine now, and the hosts that the engine has; no hosts when it does not tell."""
+    """What of a job exists in the engine now, and the hosts that the engine has; no hosts when it does not say."""
 
     reservations: tuple[Reservation, ...] = ()
     instances: tuple[Handle, ...] = ()
@@ -240,7 +240,7 @@ class Launcher(Protocol):
         """Deaths of processes of the job that were started or found through this launcher, as they happen.
 
         Stopped ones are reported too. One consumer a job; deaths before it came are kept for it. Raises DeathsLost when
-        more waited than are kept: then ``find`` tells who is alive.
+        more waited than are kept: then ``find`` gives what is alive.
         """
         ...
 

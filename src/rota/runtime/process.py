@@ -178,7 +178,7 @@ def become_subreaper() -> None:
 
 
 def reap_adopted(mine: Iterable[int] = ()) -> list[int]:
-    """Reap dead children that nobody else waits for; ``mine`` are left to their ``Popen``. Returns the pids reaped."""
+    """Reap dead children that have no other waiter; ``mine`` are left to their ``Popen``. Returns the pids reaped."""
     kept, reaped = set(mine), list[int]()
     for child in children_of(os.getpid()):
         if child in kept:
@@ -398,7 +398,7 @@ def ports_of(process: ProcessId) -> tuple[int, ...]:
 
 
 class ExitWatch:
-    """Learns how a process ended although somebody else is its parent (Linux 6.15 and later; else nothing is known)."""
+    """Exit status of a process that is not a child (Linux 6.15 and later; else nothing is known)."""
 
     def __init__(self, process: ProcessId) -> None:
         self.which = process
@@ -565,7 +565,7 @@ def watch_exits(processes: Iterable[ProcessId], wake_fd: int, timeout_s: float |
 
 
 def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes the kernel has ended for memory in the control group of this one; None where nobody counts.
+    """Number of processes that the kernel ended for memory in this control group; None where they are not counted.
 
     Reads ``memory.events`` (cgroup v2) or ``memory/memory.oom_control`` (v1) of the group that this process sees.
     """

@@ -1,4 +1,4 @@
-"""Secrets of users: values that jobs may use and nobody may read back; sealed files below ``$ROTA_HOME/secrets``."""
+"""Secrets of users: write-only values for jobs, in encrypted files below ``$ROTA_HOME/secrets``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MASK_CHARS_MIN = 6
 """Shorter values are not masked in output: they would black out half of it."""
 MASKED = "******"
 VARIABLE = "ROTA_SECRETS"
-"""Tells an instance which secrets to open: the owner, then the names."""
+"""The secrets that an instance opens: the owner, then the names."""
 
 
 class Vault:
     """The secrets of one installation.
 
-    A value is sealed (Fernet: AES-128-CBC with an HMAC) by ``secret.key``, so a back-up without that file tells nobody
-    anything. It guards copies, not against who may read the home itself: jobs run as its owner.
+    A value is sealed (Fernet: AES-128-CBC with an HMAC) by ``secret.key``, so a back-up without that file reveals
+    nothing. It protects copies, not the home itself: jobs run as its owner.
     """
 
     def __init__(self, home: Home) -> None:
@@ -102,14 +102,14 @@ class Vault:
         return self._key.read_bytes()
 
 
-def open_told(environ: Mapping[str, str]) -> dict[str, str]:
+def open_from_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The secrets that ``ROTA_SECRETS`` of an environment names: owner, then names. Raises what ``open`` raises."""
     owner, *names = environ.get(VARIABLE, "").split() or [""]
     return Vault(Home.find(environ)).open(owner, names) if names else {}
 
 
 def redact(text: str, *, cut: bool = False) -> str:
-    """The text without the secrets of this process: for what it tells of itself; ``cut`` as in ``masked``."""
+    """The text without the secrets of this process: for what it reports of itself; ``cut`` as in ``masked``."""
     names = os.environ.get(VARIABLE, "").split()[1:]
     return masked(text, [os.environ[name] for name in names if name in os.environ], cut=cut)
 

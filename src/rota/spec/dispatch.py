@@ -127,7 +127,7 @@ def rule_from_text(text: str) -> Send | Receive:
         return Concat(body or None)
     if head == "Rank":
         return Rank(int(body))
-    raise ValueError(f"{text!r} is no dispatch rule")
+    raise ValueError(f"{text!r} is not a dispatch rule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

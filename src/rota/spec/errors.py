@@ -9,7 +9,7 @@
     |   +-- NotAllowed              2  403  NOT_ALLOWED
     |   +-- NoToken                 2  401  NO_TOKEN
     |   +-- Conflict                2  409  CONFLICT           wrong state for this request
-    |   +-- VersionMismatch         2  412  VERSION_MISMATCH   edited by somebody else since it was read
+    |   +-- VersionMismatch         2  412  VERSION_MISMATCH   modified concurrently since it was read
     |   +-- IdempotencyConflict     2  409  IDEMPOTENCY_CONFLICT
     |   +-- LimitExceeded           2  429  LIMIT_EXCEEDED
     |   +-- SchemaTooNew            2  409  SCHEMA_TOO_NEW     the database was written by a newer version
@@ -22,13 +22,13 @@
     +-- TimedOut                    5  504  TIMED_OUT
     +-- MissingExtra                2  501  MISSING_EXTRA      a package of an extra is not installed
     +-- Fenced                      1  409  FENCED             the writer's epoch is older than the fence
-    +-- SeqConflict                 1  409  SEQ_CONFLICT       somebody appended first
+    +-- SeqConflict                 1  409  SEQ_CONFLICT       another writer appended first
     +-- CallError                   1  502  CALL_ERROR         a call from role to role did not give an answer
-    |   +-- RoleDown                1  502  ROLE_DOWN          nobody of the role could take it before the deadline
+    |   +-- RoleDown                1  502  ROLE_DOWN          no instance of the role took it before the deadline
     |   +-- CallLost                1  502  CALL_LOST          the callee died; not repeated by Rota
     |   +-- CallFailed              1  502  CALL_FAILED        the operation raised; carries its traceback
     |   +-- DataError               1  502  DATA_ERROR         more items of a stream are bad than the contract allows
-    |   +-- BadLoss                 1  502  NAN_LOSS           a commit reports a loss that is no number
+    |   +-- BadLoss                 1  502  NAN_LOSS           a commit reports a loss that is not a number
     |   +-- RolledBack              1  502  ROLLED_BACK        the job went back to a commit; re-enter from there
     +-- TensorError                 1  500  TENSOR_ERROR       subclasses: see rota.tensors.errors
 """
@@ -70,7 +70,7 @@ def _rebuild(cls: type[RotaError], message: Any, hint: str, fields: dict[str, An
 
 
 class BadInput(RotaError):
-    """The caller can mend this: the message names the field, the value and the rule."""
+    """Invalid input: the message names the field, the value and the rule."""
 
     code, http, exit = "INVALID", 422, 2
 
@@ -100,7 +100,7 @@ class Conflict(BadInput):
 
 
 class VersionMismatch(BadInput):
-    """Somebody else edited since the version that a change was made from."""
+    """The object was modified since the version that a change was made from."""
 
     code, http = "VERSION_MISMATCH", 412
 
@@ -166,7 +166,7 @@ class StoreUnavailable(NotReachable):
 
 
 class StoreCorrupt(RotaError):
-    """A record of the event log fails its checksum, or acknowledged records are gone; never mended in place."""
+    """A record of the event log fails its checksum, or acknowledged records are gone; never repaired in place."""
 
     code = "STORE_CORRUPT"
 
@@ -202,7 +202,7 @@ class CallError(RotaError):
 
 
 class RoleDown(CallError):
-    """Nobody of the role could take the call before the deadline; fields: role, cause, since_s."""
+    """No instance of the role took the call before the deadline; fields: role, cause, since_s."""
 
     code = "ROLE_DOWN"
 

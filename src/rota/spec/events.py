@@ -75,7 +75,7 @@ class JobAdmitted(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(JobEvent):
-    """Somebody wants the job to end. ``reason`` decides the final state; ``grace_s`` bounds the polite part."""
+    """A request to end the job. ``reason`` decides the final state; ``grace_s`` bounds the polite part."""
 
     reason: Reason = Reason.STOPPED_BY_USER
     by: str = "local"
@@ -86,7 +86,7 @@ class StopAsked(JobEvent):
 class PreemptAsked(JobEvent):
     """The scheduler wants the devices back: PREEMPTING; afterwards QUEUED with the original queue time.
 
-    With ``gang`` it wants that one only, beyond what the job needs: the job goes on with fewer members, if it can.
+    With ``gang`` it wants that one only, beyond what the job needs: the job continues with fewer members, if it can.
     """
 
     reason: Reason
@@ -105,7 +105,7 @@ class JobChanged(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleAsked(JobEvent):
-    """Somebody wants another number of instances of a role; kept over attempts until the next one."""
+    """A request for another number of instances of a role; kept over attempts until the next one."""
 
     role: RoleName
     n: int
@@ -151,7 +151,7 @@ class MasterStarted(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reattached(JobEvent):
-    """What is alive, as (role, rank, epoch); the rest is lost, with its node if that is none of ``hosts`` (if told)."""
+    """What is alive, as (role, rank, epoch); the rest is lost, with its node if ``hosts`` are given without it."""
 
     master_epoch: Epoch
     alive: tuple[tuple[RoleName, int, Epoch], ...] = ()
@@ -181,7 +181,7 @@ class GangReserveFailed(JobEvent):
 class GangReleased(JobEvent):
     """The reservation of a gang is gone, or what was asked for by GangAsked is wanted no more.
 
-    ``gone``: nobody has a place in it any more, so its devices are free; else it is made again at the same place.
+    ``gone``: no instance has a place in it, so its devices are free; else it is made again at the same place.
     """
 
     gang: GangId
@@ -284,8 +284,8 @@ class FailoverStarted(JobEvent):
     """A recovery begins. ``scope`` lists (role, rank, new epoch) of every instance it touches.
 
     ``restore`` is the commit that stateful members go back to. From this append on, writes of the older epochs are
-    fenced. ``moved_from`` and ``move_reason`` tell of an escalation or downgrade. The world goes on without those in
-    ``leave`` (role, rank) and with those in ``join``: a change of size is a recovery without a loss.
+    fenced. ``moved_from`` and ``move_reason`` are set by an escalation or downgrade. The world continues without
+    those in ``leave`` (role, rank) and with those in ``join``: a change of size is a recovery without a loss.
     """
 
     failover: int
@@ -410,7 +410,7 @@ class NodeLost(ClusterEvent):
 class NodeMarked(ClusterEvent):
     """The fitness of a node, or of some of its devices, changed (probe, admin, failover).
 
-    ``notice_s`` of a drained one: the jobs on it have so long to move; without it they stay to their end.
+    ``notice_s`` of a drained one: the time the jobs on it have to move; without it they stay to their end.
     """
 
     node: NodeId

@@ -34,7 +34,7 @@ class Fail:
 
     ``restart`` is the narrowest scope; ``limit_n`` failures within ``limit_window_s`` are absorbed there, the next one
     widens to ``then`` (tried in order). ``state`` lists where state may come back from, cheapest first. ``degrade`` is
-    the fewest instances the job may go on with, ``standby`` how many warm spares are kept. ``progress_s`` is the
+    the fewest instances the job may continue with, ``standby`` how many warm spares are kept. ``progress_s`` is the
     longest legal silence. ``bad_data`` items may fail before the job does.
     """
 
@@ -84,7 +84,7 @@ class Interface:
 class TrainedModel:
     """What ``plan: auto`` is searched for: a transformer, the sequences of one step, and the hardware.
 
-    Fields of the shape are those of a model file of ``rota plan search``; 0 stands for its default. ``hardware`` is a
+    Fields of the shape are those of a model file of ``rota plan search``; 0 is its default. ``hardware`` is a
     shipped name or a file; empty follows from the devices that the role asks for.
     """
 

@@ -121,7 +121,7 @@ class Node:
     """One machine as the scheduler sees it.
 
     ``host`` is the label of the engine node that runs its processes: the node itself, or, on a pretend cluster, the
-    one real machine that stands for all of them. ``cells`` are the enclosing cells from the outside in, for example
+    one real machine for all of them. ``cells`` are the enclosing cells from the outside in, for example
     ``("rack-0",)``; equal paths mean the same cell.
     """
 

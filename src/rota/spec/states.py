@@ -27,7 +27,7 @@ class JobState(StrEnum):
     RUNNING = "RUNNING"
     """Every instance of the gang was ready under the current epochs."""
     RECOVERING = "RECOVERING"
-    """A failover is open; instances outside its scope go on."""
+    """A failover is open; instances outside its scope continue."""
     RESIZING = "RESIZING"
     """A role is changing its size."""
     PREEMPTING = "PREEMPTING"

@@ -37,7 +37,7 @@ class SimFaults:
     """How unreliable the engine is. Probabilities are per attempt, times in seconds (mean of an exponential).
 
     ``hang_p``: a process stops answering for ever right after a call began. ``late_p``: an answer comes ``late_s``
-    later. ``send_s``: a request to start is on its way to the engine so long, and overtaken by others; a caller that
+    later. ``send_s``: delay of a request to start on its way to the engine, overtaken by others; a caller that
     gives up before takes it back.
     """
 
@@ -353,7 +353,7 @@ class SimEngine:
         return queue
 
     def unwatch(self, job: JobId, queue: asyncio.Queue[RuntimeEvent]) -> None:
-        """Nobody looks at this queue any more."""
+        """Remove a queue of deaths."""
         self._watchers[job].remove(queue)
 
     async def close(self) -> None:

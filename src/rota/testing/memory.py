@@ -22,7 +22,7 @@ from rota.spec.ids import Epoch, JobId
 
 
 class VirtualClock:
-    """A clock that moves only when told to, or when driven by a virtual event loop.
+    """A clock that moves by ``advance``, or by a virtual event loop.
 
     ``advance`` moves both readings; sleepers wake when their time is reached, in order of their deadline.
     """

@@ -55,7 +55,7 @@ class EventLog(Protocol):
     def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
         """Take the next epoch of ``scope`` and fence every older writer.
 
-        With ``expected`` the fence must still be that; else SeqConflict (somebody else took it first).
+        With ``expected`` the fence must still be that; else SeqConflict (another writer took it first).
         """
         ...
 
@@ -96,7 +96,7 @@ class EventLog(Protocol):
 
 
 def ends(events: Sequence[Event]) -> bool:
-    """True when the job of these events is over with them: nobody replays it to go on."""
+    """True when these events end their job, so that no master replays it again."""
     return any(isinstance(event, JobEnded) for event in events)
 
 

@@ -120,7 +120,7 @@ class Database:
 def fold_journal(path: Path) -> None:
     """Write what SQLite keeps beside a file into it, as the last process that closes it does unless it is killed.
 
-    A file that another process uses, or that is no database, stays as it is.
+    A file that another process uses, or that is not a database, stays as it is.
     """
     with (
         contextlib.suppress(sqlite3.Error),
@@ -398,7 +398,7 @@ def _check_complete(numbers: Sequence[int], first: int) -> None:
 class _Mark:
     """The newest acknowledged number, beside a SQLite file.
 
-    A cut write-ahead log looks to SQLite like a transaction that never was; this mark tells the difference. Writers
+    A cut write-ahead log looks to SQLite like a transaction that never was; this mark shows the difference. Writers
     race to set it, so it may lag by the writes in flight: it never claims a record that was not acknowledged.
     """
 
@@ -421,7 +421,7 @@ class _Mark:
     def advance(self, number: int) -> None:
         """Remember that ``number`` was acknowledged.
 
-        When that fails an older number stays, which is true as well; what is no full disk is told, once.
+        When that fails an older number stays, which is true as well; an error other than a full disk is logged, once.
         """
         if self._file < 0:
             return

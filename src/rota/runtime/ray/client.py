@@ -77,7 +77,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message. Raises IncompleteReadError at the end of the stream, ValueError for what is no message."""
+    """The next message. Raises IncompleteReadError at the end of the stream, ValueError for anything else."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MESSAGE_BYTES_MAX:
         raise ValueError(f"a message of {length} bytes is over the limit of {MESSAGE_BYTES_MAX}")
@@ -108,7 +108,7 @@ def namespace_of(home: Path, settings: EngineSettings) -> str:
 
 
 def settings_mark(settings: EngineSettings, namespace: str) -> str:
-    """What a gateway greets with: tells one with these settings from one with others.
+    """Digest of the settings and stores of a gateway; its greeting has it.
 
     The stores count too: what a gateway starts, it starts with its own environment.
     """
@@ -280,7 +280,7 @@ class GatewayClient:
             self._waiting.pop(identity, None)
 
     async def close(self, *, stop_gateway: bool = False) -> None:
-        """Stop keeping the gateway; with ``stop_gateway`` end it too (the engine goes on)."""
+        """Stop keeping the gateway; with ``stop_gateway`` end it too (the engine continues)."""
         tasks = [task for task in (self._keeper, self._watcher) if task is not None]
         for task in tasks:
             task.cancel()

@@ -59,8 +59,8 @@ class EngineSettings:
     """How to start an engine: label and logical cores of its first node, storage of the GCS, object store, health.
 
     ``cpus`` are logical: a pretend cluster gives more than the machine has. ``storage`` is what is tried first;
-    RocksDB falls back to memory, which ``EngineState.storage`` tells. ``warm`` idle processes are kept ready, each with
-    the modules ``preload`` imported. ``address``: join the engine that somebody else runs there, and start none.
+    RocksDB falls back to memory; ``EngineState.storage`` is what is used. ``warm`` idle processes are kept ready, each
+    with the modules ``preload`` imported. ``address``: join the engine that runs there, and start none.
     """
 
     address: str = ""
@@ -269,7 +269,7 @@ def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
 
 
 def _unfinished(files: EngineFiles) -> list[ProcessRecord]:
-    """Starters that still run although whoever waited for them died, so that nobody will watch their node."""
+    """Starters that still run although whoever waited for them died: their nodes would have no watcher."""
     records = (record for record in files.run.alive() if record.name.startswith("engine-"))
     return [record for record in records if "rota.runtime.ray.node" in record.command]
 

@@ -125,7 +125,7 @@ class Host:
 
     @ray.method(concurrency_group="control")
     async def until_end(self) -> None:
-        """Never answers; its failure tells the caller that this process is gone."""
+        """Never answers; it fails when this process is gone, and the caller learns of it so."""
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group="control")
@@ -171,7 +171,7 @@ def prepare(boot: Boot) -> None:
 
     The environment is set here and not by Ray's ``runtime_env``, which costs a fresh worker and 1.2-1.7 s.
     """
-    opened = secrets.open_told(boot.env)
+    opened = secrets.open_from_environ(boot.env)
     if boot.log_path:
         redirect_output(Path(boot.log_path), boot.label, hide=tuple(opened.values()))
     environ.forget_private()
@@ -194,7 +194,7 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     """Send file descriptors 1 and 2, and Python's streams over them, line by line to the log of this instance.
 
     Values in ``hide`` are blacked out on the way. A pump that is killed is started anew: this process keeps the pipes,
-    so that nobody who writes is told of a broken one.
+    so that a writer never gets a broken pipe.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     flush()

@@ -1,6 +1,6 @@
 """Machines of an engine: their labels, what each says it has, and claims on them in Ray's own table.
 
-On an engine that somebody else runs, several installations share the machines: each is used by one of them.
+Several installations may share a given engine; each of its machines is used by one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rota.spec.resources import CORES_LABEL
 TABLE = "rota machines"
 RENEW_S = 20.0
 STALE_S = 60.0
-"""A claim that was not renewed for so long is void if its installation has nothing in Ray; clocks differ by less."""
+"""Age at which a claim is void if its installation has nothing in Ray; clocks differ by less."""
 _INVENTORY_S = 30.0
 LOOK_S = 2.0
 """How long one look waits for machines that were not heard yet; the next look hears them."""
@@ -115,7 +115,7 @@ class Machines:
 
 
 async def ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a machine has, devices as it tells them, cores as Ray does; nothing when it does not say it in time."""
+    """What a machine has: devices by its own account, cores by Ray's; empty without an answer in time."""
     host: str = row["Labels"][HOST_LABEL]
     here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
     asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))

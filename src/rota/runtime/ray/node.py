@@ -91,7 +91,7 @@ def start_node(plan: dict[str, Any]) -> EngineState:
 
 
 def main(plan: dict[str, Any]) -> None:
-    """Start, write the state, and go on as the watcher in the same process: children stay children, Ray is shed."""
+    """Start, write the state, and become the watcher in the same process: children stay children, Ray is unloaded."""
     process.become_subreaper()
     path = Path(plan["state_path"])
     write_state(path, start_node(plan))

@@ -45,7 +45,7 @@ WARM_PAUSE_S = (3.0, 30.0)
 """Between two looks: first, and at most. The first is long enough for a job that took processes to be up by itself."""
 _PRESTART_S = 10.0
 _WARM_KEPT_S = 365 * 86_400
-"""So long the raylet does not end an idle process by itself."""
+"""Time for which the raylet does not end an idle process by itself."""
 _IDLE, _STARTING = "ray::IDLE", "default_worker.py"
 
 

@@ -1,7 +1,7 @@
 """Ray's hooks for tensors that travel outside its object store: what a transport of Ray 2.60 must answer.
 
-Ray counts the references of an object and tells the process that made it when the last is gone; the transport gives the
-bytes back then. A subclass says where bytes go: ``publish``, ``fetch``, ``drop``.
+Ray counts the references of an object and notifies the process that made it when the last is gone; the transport frees
+the bytes then. A subclass says where bytes go: ``publish``, ``fetch``, ``drop``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlaneTransport(TensorTransportManager):
         raise NotImplementedError
 
     def drop(self, where: tuple[str, ...]) -> None:
-        """Nobody refers to the object any more."""
+        """Free the tensors of an object without references."""
         raise NotImplementedError
 
     @property
@@ -58,7 +58,7 @@ class PlaneTransport(TensorTransportManager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """A transfer leaves nobody waiting: actors need not be killed when one fails."""
+        """A failed transfer blocks no actor, so none has to be killed."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:

@@ -197,8 +197,10 @@ class RedisClient:
         self._local = threading.local()
 
     def _exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        """Who interrupts it, a signal's handler or a finalizer, gets a socket of its own. One with replies that nobody
-        read is never used again."""
+        """Send on the connection of this thread, or on one of its own for a handler or finalizer that interrupts.
+
+        A connection with replies that were not read is never used again.
+        """
         local = self._local
         connection: _Connection | None = local.__dict__.pop("connection", None)
         if connection is not None:

@@ -94,7 +94,7 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
         why = _why_no_answer(address)
         if why is None and not (why := _too_old(_info(address))):
             return Server(address=address)
-        hint = "mend or upgrade it, or unset ROTA_REDIS_URL (redis_url): Rota starts one of its own"
+        hint = "repair or upgrade it, or unset ROTA_REDIS_URL (redis_url): Rota starts one of its own"
         raise RegistryUnavailable(f"tensor registry at {address.url} cannot be used: {why}", hint=hint)
     running = find_running(home) or _wait_or_kill(home)
     if running is not None:
@@ -114,9 +114,9 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
     )
 
 
-def _too_old(told: str) -> str:
-    """What is wrong with the version that a server or its program tells, Valkey's counting on; empty if nothing is."""
-    found = re.search(r"(?:v=|redis_version:)(\d+)\.(\d+)", told)
+def _too_old(reported: str) -> str:
+    """Why the version of a server or its program (numbers of Redis or Valkey) is too old; empty if it is not."""
+    found = re.search(r"(?:v=|redis_version:)(\d+)\.(\d+)", reported)
     if found is None or (int(found[1]), int(found[2])) >= tuple(map(int, VERSION_MIN.split("."))):
         return ""
     return f"its version is {found[1]}.{found[2]}, and {VERSION_MIN} is the oldest that will do"

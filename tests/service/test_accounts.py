@@ -13,12 +13,15 @@ import pytest
 from standing import Standing, listening, standing, with_service
 
 from rota.runtime.secrets import Vault, masked
-from rota.service.accounts import REDACTED, Caller, Redactor, Role
+from rota.service.accounts import LOCAL, REDACTED, Caller, Redactor, Role
 from rota.service.rest import auth as audit_file
 from rota.service.rest import deps
 from rota.service.rest.app import application
 from rota.service.rest.auth import Audit
+from rota.service.rest.routes import accounts
+from rota.service.webhooks import OWNER
 from rota.spec.errors import LimitExceeded
+from rota.spec.events import SecretChanged
 from rota.spec.states import JobState
 from rota.testing.memory import VirtualClock
 
@@ -577,6 +580,44 @@ def test_a_secret_or_user_of_a_bad_name_touches_no_file(tmp_path: Path, name: st
         assert [one for one in sorted(tmp_path.rglob("*")) if one not in before and "audit.jsonl" not in one.name] == []
 
     with_service(tmp_path, test)
+
+
+def test_what_is_not_there_or_not_allowed_is_refused_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(town: Town) -> None:
+        owner, last = town.who["local"], town.service.log.last_number
+        monkeypatch.setattr(accounts, "TOKENS_MAX", 3)
+        for _ in range(2):
+            assert (await owner.post("/api/v1/tokens", json={"user": "ann"})).json()["name"] == ""
+        before = last()
+        full = await owner.post("/api/v1/tokens", json={"user": "ann"})
+        assert full.status_code == 422 and "ann has 3 tokens" in full.text
+        for name in (LOCAL, OWNER):
+            body = {"grants": [{"queue": "prod", "role": "user"}]}
+            refused = await owner.put(f"/api/v1/users/{name}", json=body)
+            assert refused.status_code == 422 and "are taken" in refused.text, refused.text
+        for path in ("users/nobody", "webhooks/nothing", "tokens/nothing"):
+            assert (await owner.delete(f"/api/v1/{path}")).status_code == 404, path
+        for method in ("PUT", "DELETE"):
+            body = {"value": "x"} if method == "PUT" else None
+            assert (await town.who["vera"].request(method, "/api/v1/secrets/KEY", json=body)).status_code == 403
+        assert last() == before
+
+    with_town(tmp_path, test)
+
+
+def test_the_log_says_whose_secret_was_set_and_removed_and_never_its_value(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        before = town.service.log.last_number()
+        assert (await town.who["bob"].put("/api/v1/secrets/KEY", json={"value": "hush"})).status_code == 200
+        assert (await town.who["bob"].delete("/api/v1/secrets/KEY")).status_code == 200
+        found = [record.event for record in town.service.log.read(after=before)]
+        assert [one for one in found if isinstance(one, SecretChanged)] == [
+            SecretChanged(owner="bob", name="KEY", removed=removed, by="bob") for removed in (False, True)
+        ]
+
+    with_town(tmp_path, test)
 
 
 def test_two_users_may_choose_the_same_idempotency_key(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rota.service.rest.auth import (
     ensure_token,
     fresh_token,
 )
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt
 from rota.spec.events import JobQueued, Record, TokenMade, TokenRevoked, UserChanged
 from rota.testing.memory import VirtualClock
 
@@ -301,6 +301,14 @@ def test_the_token_of_the_installation_is_made_once_and_is_private(tmp_path: Pat
     assert (ensure_token(path, SeededChance(2)), path.stat().st_mode & 0o777) == (token, 0o600)
     found, whole = fresh_token(SeededChance(3))
     assert whole.startswith(f"rota_{found}_") and found == found.lower() and len(found) == 8
+
+
+def test_a_token_file_that_is_no_text_is_refused_as_one_without_a_whole_token(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(b"\xff\xfe" * 20)
+    with pytest.raises(StoreCorrupt):
+        ensure_token(path, SeededChance(1))
+    assert path.read_bytes() == b"\xff\xfe" * 20
 
 
 # -- roles ------------------------------------------------------------------------------------------------------------

@@ -196,6 +196,12 @@ def test_a_stall_is_a_loss_with_its_stacks_and_the_silent_process_is_stopped(dri
     assert "stop/reward/1/1" in [one.id for one in driven.done]
 
 
+def test_what_a_stall_says_is_kept_with_the_loss(driven):
+    driven.run(rl())
+    driven.feed(ProgressStalled(role=RoleName("reward"), rank=1, epoch=Epoch(1), idle_s=9.0, text="waits for actor/0"))
+    assert verdict(driven).text == "waits for actor/0"
+
+
 def test_an_engine_that_forgot_everything_requeues_the_job_for_free(driven):
     job = rl()
     driven.run(job).feed(Committed(n=1, loop_epoch=Epoch(1)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from rota.job.core.placement import bind, bindings, gang_requests
 from rota.spec.dispatch import OpSpec
 from rota.spec.gang import Apart, Grant, Together
 from rota.spec.ids import RoleName
-from rota.spec.job import Bound, Edge, Interface, JobSpec, Near, StreamSpec, WeightsEdge
+from rota.spec.job import Bound, Edge, Interface, JobSpec, Near, SizedPlan, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
 
 GRPO_STREAMS = (StreamSpec(name="prompts", source="m:prompts"), StreamSpec(name="groups", cap=64))
@@ -224,6 +226,16 @@ def test_prefill_and_decode_are_near_each_other_spread_and_far_from_the_trainer(
         Apart(left=(3, 4), right=(0,), level="device"),
         Apart(left=(3, 4), right=(3, 4), level="node"),
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "tied", "close"), [("together", ((0, 1), (2, 3)), ()), ("close", (), ((0, 1), (2, 3)))]
+)
+def test_runs_of_a_plan_are_kept_on_a_node_or_should_be(rule, tied, close):
+    plan = replace(SizedPlan(replicas=4, plan="{}", why=""), **{rule: 2})
+    job = spec(replace(command("train", 4, mesh=(("dp", 4),)), plans=(plan,)))
+    (request,), runs = gang_requests(job, expand(job)), ((0, 1), (2, 3))
+    assert (request.tied, request.close) == ((runs, ()) if rule == "together" else ((), runs))
 
 
 def test_gang_subgraph_asks_for_one_gang_a_sub_graph_in_data_flow_order():

@@ -319,7 +319,7 @@ def test_a_new_size_takes_effect_with_the_next_attempt(driven):
 BROKEN = {
     "a transition that is not declared": lambda ctx, event: replace(ctx, state=JobState.PAUSED),
     "a conclusion that is not drawn": lambda ctx, event: replace(
-        ctx, instances={one: replace(each, state=InstanceState.PLANNED) for one, each in ctx.instances.items()}
+        ctx, instances={one: replace(each, running=False) for one, each in ctx.instances.items()}
     ),
 }
 

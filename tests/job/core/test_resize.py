@@ -418,6 +418,15 @@ def test_a_gang_that_others_want_leaves_the_job_which_goes_on_with_fewer_and_gro
     assert JobContext.from_json(driven.ctx.to_json()) == driven.ctx
 
 
+def test_servers_give_gangs_back_down_to_the_fewest_that_they_need(driven):
+    driven.free = ["h1"]
+    driven.run(spec(replace(service("serve", 3), replicas_min=1, replicas_max=3), loop()))
+    gangs, driven.free = [driven.ctx.bound[at(f"serve/{rank}")][0] for rank in (1, 2)], []
+    for left in ([0, 2], [0]):
+        driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gangs.pop(0)))
+        assert (active(driven, "serve"), driven.ctx.state) == (left, JobState.RUNNING)
+
+
 def test_a_job_that_cannot_go_on_without_the_gang_that_others_want_gives_all_back(driven):
     driven.free = ["h1"]
     driven.run(spec(elastic(1, 2)))

@@ -380,6 +380,15 @@ def test_memory_that_has_lost_the_state_though_the_host_is_the_same_costs_no_bud
     assert [one.platform for one in driven.ctx.charges] == [True]
 
 
+def test_only_the_memory_that_was_looked_into_has_lost_the_state(driven):
+    driven.run(rl())
+    commit(driven, 1)
+    before = dict(driven.ctx.hosts)
+    driven.feed(replace(lost("actor", 1, 1, Reason.STATE_LOST), alive=True))
+    assert dict(driven.ctx.hosts) == {one: host for one, host in before.items() if one != at("actor/1")}
+    assert len(driven.ctx.hosts) == len(before) - 1
+
+
 def test_a_checkpoint_that_is_gone_ends_the_job_by_its_own_budgets(driven):
     fail = replace(mesh("actor").fail, limit_n=1, then=("job",))
     driven.run(spec(mesh("actor", fail=fail), loop()))

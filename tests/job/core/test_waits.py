@@ -79,6 +79,11 @@ def reach(after: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
+def test_a_second_circle_that_waits_for_the_first_is_a_component_of_its_own() -> None:
+    after = {"a": ["b"], "b": ["a"], "c": ["a", "d"], "d": ["c"], "e": ["d"]}
+    assert components(after) == (("a", "b"), ("c", "d"), ("e",))
+
+
 @pytest.mark.slow
 @given(edges)
 def test_components_are_those_of_mutual_reachability_and_come_after_what_they_wait_for(pairs) -> None:

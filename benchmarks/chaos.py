@@ -34,7 +34,7 @@ from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, client_of, free_port
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.runtime.ray.client import RECORD
 from rota.runtime.ray.engine import EngineFiles, find_engine
 from rota.runtime.redis.server import Address, socket_path
@@ -201,7 +201,7 @@ class Site:
             "registry": self.registry,
             "log pump": self.pump,
             "watcher": self.watcher,
-            "keeper": lambda: self.recorded(KEEPER),
+            "supervisor": lambda: self.recorded(SUPERVISOR),
         }
 
     # -- faults -------------------------------------------------------------------------------------------------------

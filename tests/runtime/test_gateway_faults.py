@@ -149,7 +149,7 @@ def test_a_gateway_whose_engine_dies_while_it_connects_does_not_wait_for_ray(
 
 def test_a_gateway_with_another_store_is_another_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROTA_DB_URL", "postgresql://elsewhere/rota")
-    assert settings_mark(SETTINGS, "rota/local") != MARK, "it would start the keeper of the service with the old one"
+    assert settings_mark(SETTINGS, "rota/local") != MARK, "it would start the supervisor with the old one"
 
 
 def test_an_answer_over_the_limit_is_an_error_to_its_asker_and_to_nobody_else(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stopped gateway is replaced, also one that was stopped before its service came; it looks after the keeper too."""
+"""A stopped gateway is replaced, also one that was stopped before its service came; it watches the supervisor too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.probe import noted
-from rota.runtime.process import KEEPER, RunFolder
+from rota.runtime.process import SUPERVISOR, RunFolder
 from rota.runtime.ray.client import RECORD, GatewayClient, stop_gateway_of
 from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.ray.gateway import Gateway
@@ -51,38 +51,38 @@ def test_a_stopped_gateway_is_replaced_under_an_open_connection_and_before_there
     assert [(one.part, one.why) for one in noted(home / "run").values()] == [(RECORD, "was stopped by a signal")] * 2
 
 
-def test_a_keeper_that_is_gone_for_three_looks_is_started_again_and_one_that_was_asked_to_end_is_not(
+def test_a_supervisor_that_is_gone_for_three_looks_is_started_again_and_one_that_was_asked_to_end_is_not(
     home: Path,
 ) -> None:
     run, flag = RunFolder(home / "run"), home / "started"
     dead = process.ProcessId(pid=os.getpid(), start_time=1.0)
     command = (sys.executable, "-c", f"open({str(flag)!r}, 'w')")
-    run.write(KEEPER, dead, command)
+    run.write(SUPERVISOR, dead, command)
     gateway = Gateway(home, SETTINGS, "rota/local")
     for _ in range(2):
-        gateway._keep_keeper()
-    run.forget(KEEPER)
-    gateway._keep_keeper()
-    run.write(KEEPER, dead, command)
+        gateway._keep_supervisor()
+    run.forget(SUPERVISOR)
+    gateway._keep_supervisor()
+    run.write(SUPERVISOR, dead, command)
     for _ in range(2):
-        gateway._keep_keeper()
+        gateway._keep_supervisor()
     assert not flag.exists(), "the count began anew"
-    gateway._keep_keeper()
+    gateway._keep_supervisor()
     deadline = time.monotonic() + LIMIT_S
     while not flag.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_keeper_that_hangs_is_ended_by_the_gateway_too(home: Path) -> None:
+def test_a_supervisor_that_hangs_is_ended_by_the_gateway_too(home: Path) -> None:
     run = RunFolder(home / "run")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         which = process.identify(child.pid)
         assert which is not None
-        run.write(KEEPER, which, (sys.executable, "-c", "pass"))
+        run.write(SUPERVISOR, which, (sys.executable, "-c", "pass"))
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
         gateway = Gateway(home, SETTINGS, "rota/local")
         for _ in range(3):
-            gateway._keep_keeper()
+            gateway._keep_supervisor()
         assert child.wait(LIMIT_S) == -signal.SIGKILL

@@ -139,7 +139,7 @@ def test_down_ends_the_service_of_a_home_that_lost_its_records(tmp_path: Path, l
             shutil.rmtree(home if lost == "home" else home / "run")
             assert any(f"process {me.pid}" in one for one in daemon.status(settings)["still_running"])
         ended = daemon.down(settings)
-        # Of the keeper of the service, which is another process, the record may be lost too.
+        # Of the supervisor of the service, which is another process, the record may be lost too.
         assert (ended["state"], len(ended["ended"]), ended["still_running"]) == ("down", 2, [])
         assert "service" in ended["ended"]
         assert not process.is_alive(me)

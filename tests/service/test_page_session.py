@@ -12,7 +12,7 @@ import httpx
 from standing import Standing, listening, with_service
 from test_cli import own_home, rota, with_cli
 
-from rota.runtime.process import KEEPER, RunFolder, boot_id, own_id
+from rota.runtime.process import SUPERVISOR, RunFolder, boot_id, own_id
 from rota.service.config import load_settings
 from rota.service.process import daemon
 
@@ -51,10 +51,10 @@ def test_status_and_up_of_a_running_service_can_be_asked_again_and_again(tmp_pat
             try:
                 for _ in range(34):
                     assert "?code=" in (await asyncio.to_thread(daemon.up, settings))["login"]
-            finally:  # the keeper that up started ends with the record, and would start a service without one
+            finally:  # the supervisor that up started ends with the record, and would start a service without one
                 service.app.home.service_record.unlink()
                 async with asyncio.timeout(60):
-                    while RunFolder(service.app.home.run).find_alive(KEEPER) is not None:
+                    while RunFolder(service.app.home.run).find_alive(SUPERVISOR) is not None:
                         await asyncio.sleep(0.05)
 
     with_service(tmp_path, test)

@@ -17,7 +17,7 @@ from rota.runtime.probe import master_part, note_replaced, noted
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
 from rota.service.control.engine import GatewayEngine
-from rota.service.process import keeper
+from rota.service.process import supervisor
 from rota.service.process.tasks import wait_removed, watch_parts
 from rota.service.webhooks import notice_of
 from rota.spec.errors import NotReachable, RotaError
@@ -78,16 +78,16 @@ def test_parts_that_start_with_the_first_job_say_so(tmp_path: Path) -> None:
 def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.app.home.run
-        note_replaced(run, "keeper", 41, "was stopped by a signal")
-        note_replaced(run, "keeper", 41, "ended")
-        note_replaced(run, "keeper", 42, "ended")
+        note_replaced(run, "supervisor", 41, "was stopped by a signal")
+        note_replaced(run, "supervisor", 41, "ended")
+        note_replaced(run, "supervisor", 42, "ended")
         watching = asyncio.create_task(watch_parts(service.app))
         while noted(run):
             assert not watching.done(), watching.result()
             await asyncio.sleep(0.02)
         watching.cancel()
         told = [(one["pid"], one["text"]) for one in (await service.get("/events", type="PartReplaced"))["items"]]
-        assert told == [(41, "keeper, process 41, was stopped by a signal"), (42, "keeper, process 42, ended")]
+        assert told == [(41, "supervisor, process 41, was stopped by a signal"), (42, "supervisor, process 42, ended")]
 
     with_service(tmp_path, test)
 
@@ -107,10 +107,10 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
             raise fails.pop(0)
         home.service_record.unlink()  # another record would be here
 
-    monkeypatch.setattr(keeper, "start_service", start_service)
-    monkeypatch.setattr(keeper, "GRACE_S", 0.0)
-    monkeypatch.setattr(keeper, "blocking_sleep", lambda _: None)
-    keeper.Keeper(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
+    monkeypatch.setattr(supervisor, "start_service", start_service)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
+    monkeypatch.setattr(supervisor, "blocking_sleep", lambda _: None)
+    supervisor.Supervisor(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
     assert ports == [7, 7, 0, *[7] * 9], "it does not give up"
     assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
 
@@ -131,8 +131,8 @@ def test_a_standby_that_ends_by_itself_is_tried_five_times_ever_later_and_status
             starts.append(now_s[0])
             return Child()
 
-        monkeypatch.setattr(keeper, "start_standby", start_standby)
-        kept = keeper.Keeper(load_settings({"home": str(home.root)}, environ={}))
+        monkeypatch.setattr(supervisor, "start_standby", start_standby)
+        kept = supervisor.Supervisor(load_settings({"home": str(home.root)}, environ={}))
         monkeypatch.setattr(kept._clock, "monotonic_s", lambda: now_s[0])
         kept._since_s = 0.0
         for now_s[0] in map(float, range(3600)):

@@ -162,7 +162,7 @@ class Home:
 
     @property
     def service_pulse(self) -> Path:
-        """Touched once a second by the loop of the service, so that its keeper sees that it turns."""
+        """Touched once a second by the loop of the service, so that its supervisor sees that it turns."""
         return self.run / "service.pulse"
 
     @property

@@ -26,7 +26,7 @@ import psutil
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SWEEP_ROUNDS_MAX = 50
-KEEPER = "keeper"
+SUPERVISOR = "supervisor"
 """The record of the process that watches the service."""
 # struct pidfd_info of linux/pidfd.h: mask, cgroup id, eleven identifiers, wait status.
 _PIDFD_INFO = struct.Struct("=QQ11Ii")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rota.runtime import environ, process
 from rota.runtime.environ import Home
 from rota.runtime.probe import HangWatch, end_hung
-from rota.runtime.process import KEEPER, RunFolder, Spawn
+from rota.runtime.process import SUPERVISOR, RunFolder, Spawn
 from rota.runtime.ray.client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message, settings_mark
 from rota.runtime.ray.engine import (
     EngineFiles,
@@ -44,8 +44,8 @@ ANSWERS_MAX = 4096
 ENGINE_LOST = 75
 _ENGINE_CHECK_S = 1.0
 _FAILURE_MAX = 500
-_KEEPER_GONE = 3
-"""Looks at which the keeper of the service is gone before it is started from here."""
+_SUPERVISOR_GONE = 3
+"""Looks at which the supervisor of the service is gone before it is started from here."""
 
 
 class Gateway:
@@ -55,8 +55,8 @@ class Gateway:
         self._home, self._settings, self._namespace = home, settings, namespace
         self._run = home / "run"
         self._looks = dict[process.ProcessId, HangWatch]()
-        self._keeper: HangWatch | None = None
-        self._keeper_gone = 0
+        self._supervisor: HangWatch | None = None
+        self._supervisor_gone = 0
         self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
         self._tasks = set[asyncio.Task[Any]]()
         self._attaching: asyncio.Future[GatewayOps] | None = None
@@ -219,7 +219,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_ENGINE_CHECK_S)
             process.reap_adopted()
-            self._keep_keeper()
+            self._keep_supervisor()
             if self._raylet is None:
                 continue
             if not process.is_alive(self._raylet):
@@ -233,20 +233,20 @@ class Gateway:
                 except (EngineUnavailable, OSError) as error:  # the loss of the raylet must still be seen
                     sys.stderr.write(f"no watcher over the engine: {error}\n")
 
-    def _keep_keeper(self) -> None:
-        """Start the keeper of the service again where the service, whose task that is, does not: it may be gone too."""
-        record = RunFolder(self._run).read(KEEPER)
+    def _keep_supervisor(self) -> None:
+        """Start the supervisor of the service again where the service does not: it may be gone too."""
+        record = RunFolder(self._run).read(SUPERVISOR)
         if record is None:
-            self._keeper = None
+            self._supervisor = None
             return
-        if self._keeper is None or self._keeper.which != record.id:
-            self._keeper, self._keeper_gone = HangWatch(record.id), 0
-        if why := self._keeper.look():
-            end_hung(record.id, self._run, KEEPER, why)
-        self._keeper_gone = 0 if process.is_alive(record.id) else self._keeper_gone + 1
-        if self._keeper_gone == _KEEPER_GONE:
+        if self._supervisor is None or self._supervisor.which != record.id:
+            self._supervisor, self._supervisor_gone = HangWatch(record.id), 0
+        if why := self._supervisor.look():
+            end_hung(record.id, self._run, SUPERVISOR, why)
+        self._supervisor_gone = 0 if process.is_alive(record.id) else self._supervisor_gone + 1
+        if self._supervisor_gone == _SUPERVISOR_GONE:
             log = Home.of(self._home).service_log
-            process.spawn(Spawn(command=record.command, env={}, log=log, cwd=self._home), name=KEEPER)
+            process.spawn(Spawn(command=record.command, env={}, log=log, cwd=self._home), name=SUPERVISOR)
 
     def _end_hung_watchers(self) -> None:
         """Who watches the engine is watched from here."""

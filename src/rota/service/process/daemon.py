@@ -1,6 +1,6 @@
 """up, down, status of the embedded service: start it detached, adopt what lives, end what was recorded.
 
-Beside the service runs its keeper (``rota.service.process.keeper``): each of the two starts the other again.
+Beside the service runs its supervisor (``rota.service.process.supervisor``): each of the two starts the other again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.parse import quote
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
-from rota.runtime.process import KEEPER, ProcessId, ProcessRecord, RunFolder, Spawn
+from rota.runtime.process import SUPERVISOR, ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.runtime.ray.client import RECORD, GatewayFiles
 from rota.service.config import Settings
 from rota.service.http import RECORD_REMEDY
@@ -42,12 +42,12 @@ REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
 ROOM_MIN_BYTES = 2**20
-SERVE_MODULE, KEEPER_MODULE = "rota.service.process.serve", "rota.service.process.keeper"
+SERVE_MODULE, SUPERVISOR_MODULE = "rota.service.process.serve", "rota.service.process.supervisor"
 PRESTARTED = "prestarted"
 PRIVATE = ("db_url", "redis_url", "token")
 PARTS = {
     SERVE_MODULE: "service",
-    KEEPER_MODULE: "keeper",
+    SUPERVISOR_MODULE: "supervisor",
     "rota up": "service",
     "rota.runtime.ray.gateway": "gateway",
     "valkey": "registry",
@@ -72,7 +72,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
         elif settings.pretend and settings.pretend != record.get("pretend"):
             has = record.get("pretend") or "this machine alone"
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
-        ensure_keeper(settings, home)
+        ensure_supervisor(settings, home)
     document = ask(home, "GET", "/api/v1/status")
     return document | {"started": started, "login": login_url(home)}
 
@@ -113,7 +113,7 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> dic
             stopped = _stop_jobs(home)
         if record is not None and not force:
             live = _requeue_jobs(home)
-        _end_keeper(home)
+        _end_supervisor(home)
         record = _found(home)
         if record is not None:
             service = identity_of(record)
@@ -211,19 +211,19 @@ def holder_of(port: int) -> str:
     return f"the Rota service of {root} (process {pid})" if root else f"process {pid} ({name})"
 
 
-def ensure_keeper(settings: Settings, home: Home) -> None:
-    """Start the keeper of the service unless one runs; of two that start at once one ends again."""
-    if RunFolder(home.run).find_alive(KEEPER) is None:
-        process.spawn(_command(KEEPER_MODULE, settings, home), name=KEEPER)
+def ensure_supervisor(settings: Settings, home: Home) -> None:
+    """Start the supervisor of the service unless one runs; of two that start at once one ends again."""
+    if RunFolder(home.run).find_alive(SUPERVISOR) is None:
+        process.spawn(_command(SUPERVISOR_MODULE, settings, home), name=SUPERVISOR)
 
 
-def _end_keeper(home: Home) -> None:
+def _end_supervisor(home: Home) -> None:
     """Its record goes first, so that the service does not start another."""
     run = RunFolder(home.run)
-    keeper = run.find_alive(KEEPER)
-    run.forget(KEEPER)
-    if keeper is not None:
-        process.stop(keeper.id, grace_s=0.0)
+    supervisor = run.find_alive(SUPERVISOR)
+    run.forget(SUPERVISOR)
+    if supervisor is not None:
+        process.stop(supervisor.id, grace_s=0.0)
 
 
 def flags_of(settings: Settings) -> dict[str, Any]:

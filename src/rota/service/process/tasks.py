@@ -12,9 +12,9 @@ from rota.runtime import process
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced, noted
-from rota.runtime.process import KEEPER, RunFolder
+from rota.runtime.process import SUPERVISOR, RunFolder
 from rota.service.process.assembly import node_changes
-from rota.service.process.daemon import ensure_keeper
+from rota.service.process.daemon import ensure_supervisor
 from rota.service.rest.deps import AppState
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, RotaError, StoreUnavailable
@@ -33,7 +33,7 @@ _log = logging.getLogger("rota.service")
 
 
 async def show_life(app: AppState) -> None:
-    """Until cancelled: touch the pulse, which the keeper looks at. Does nothing else, so that nothing holds it up."""
+    """Until cancelled: touch the pulse, which the supervisor looks at. Does nothing else, so that nothing delays it."""
     while True:
         with contextlib.suppress(OSError):
             app.home.service_pulse.touch(mode=0o600)
@@ -55,31 +55,31 @@ async def wait_removed(home: Home, clock: Clock) -> None:
 
 
 async def watch_parts(app: AppState) -> None:
-    """Until cancelled: keep the keeper, and put into the log what the watchers noted."""
+    """Until cancelled: keep the supervisor, and put into the log what the watchers noted."""
     looks: HangWatch | None = None
     while True:
         try:
-            looks = await asyncio.to_thread(_watch_keeper, app, looks)
+            looks = await asyncio.to_thread(_watch_supervisor, app, looks)
             await _log_replaced(app)
         except (OSError, RotaError) as error:  # the disk or the store is away: looked at again
             _log.warning("the parts of the installation: %s", error)
         await app.clock.sleep(LOOK_S)
 
 
-def _watch_keeper(app: AppState, looks: HangWatch | None) -> HangWatch | None:
-    """Start the keeper again when it is gone or hangs; a service that was started without one has none."""
+def _watch_supervisor(app: AppState, looks: HangWatch | None) -> HangWatch | None:
+    """Start the supervisor again when it is gone or hangs; a service that was started without one has none."""
     run = RunFolder(app.home.run)
-    record = run.read(KEEPER)
+    record = run.read(SUPERVISOR)
     if record is None:
         return None
     if not process.is_alive(record.id):
         if looks is not None and looks.which == record.id:
-            note_replaced(run.path, KEEPER, record.pid, "ended")
-        ensure_keeper(app.settings, app.home)
+            note_replaced(run.path, SUPERVISOR, record.pid, "ended")
+        ensure_supervisor(app.settings, app.home)
         return None
     looks = looks if looks is not None and looks.which == record.id else HangWatch(record.id)
     if why := looks.look():
-        end_hung(record.id, run.path, KEEPER, why)
+        end_hung(record.id, run.path, SUPERVISOR, why)
         process.wait_gone((record.id,), END_S)
     return looks
 

@@ -1,8 +1,9 @@
-"""Keeper of the service: starts it again when it hangs or died; ``python -m rota.service.process.keeper SETTINGS``.
+"""Supervisor of the service: starts it again when it hangs or died.
 
-``rota up`` starts it beside the service, which in turn starts the keeper again. It ends with the record of the service:
-one that ends in order removes that, one that was killed leaves it behind. A standby, which has imported the service
-already, takes over: on a loaded machine the imports alone take half a minute.
+``rota up`` starts it as ``python -m rota.service.process.supervisor SETTINGS`` beside the service, which in turn starts
+the supervisor again. It ends with the record of the service: one that ends in order removes that, one that was killed
+leaves it behind. A standby, which has imported the service already, takes over: on a loaded machine the imports alone
+take half a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rota.runtime import process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced
-from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.process.daemon import POLL_S, flags_of, identity_of, last_service, start_service, start_standby
 from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
@@ -38,7 +39,7 @@ END_S = 5.0
 _log = logging.getLogger("rota.service")
 
 
-class Keeper:
+class Supervisor:
     """Watches the service of one home."""
 
     def __init__(self, settings: Settings) -> None:
@@ -145,16 +146,16 @@ class Keeper:
 
 
 def main(arguments: list[str]) -> int:
-    """Keep the service of the home that the flags name; 0 when another keeper does."""
+    """Keep the service of the home that the flags name; 0 when another supervisor does."""
     settings = load_settings(json.loads(arguments[0]))
     home = Home.of(settings.home)
     run = RunFolder(home.run)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    with contextlib.suppress(BlockingIOError), (home.run / "keeper.lock").open("a") as lock:
+    with contextlib.suppress(BlockingIOError), (home.run / "supervisor.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        run.write(KEEPER, process.own_id(), sys.orig_argv)
-        Keeper(settings).run()
-        run.forget(KEEPER)
+        run.write(SUPERVISOR, process.own_id(), sys.orig_argv)
+        Supervisor(settings).run()
+        run.forget(SUPERVISOR)
     return 0
 
 

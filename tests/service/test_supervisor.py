@@ -1,4 +1,4 @@
-"""The service and its keeper, stopped and killed: each starts the other again, and ``down`` ends both for good."""
+"""The service and its supervisor, stopped and killed: each starts the other again, and ``down`` ends both for good."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
-from rota.service.process import daemon, keeper
+from rota.service.process import daemon, supervisor
 from rota.spec.errors import RotaError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,21 +56,21 @@ def another_service(home: Home, old: dict[str, Any]) -> dict[str, Any] | None:
     return record if answers else None
 
 
-def another_keeper(home: Home, old: ProcessId) -> ProcessId | None:
-    record = RunFolder(home.run).find_alive(KEEPER)
+def another_supervisor(home: Home, old: ProcessId) -> ProcessId | None:
+    record = RunFolder(home.run).find_alive(SUPERVISOR)
     return record.id if record is not None and record.id != old else None
 
 
-def keeper_of(home: Home) -> ProcessId:
-    return until(lambda: another_keeper(home, ProcessId(pid=0, start_time=0.0)), "a keeper")
+def supervisor_of(home: Home) -> ProcessId:
+    return until(lambda: another_supervisor(home, ProcessId(pid=0, start_time=0.0)), "a supervisor")
 
 
-def standby_of(keeper: ProcessId, *, serves: int) -> int:
+def standby_of(supervisor: ProcessId, *, serves: int) -> int:
     def found() -> int | None:
-        below = [pid for pid in process.children_of(keeper.pid) if pid != serves]
+        below = [pid for pid in process.children_of(supervisor.pid) if pid != serves]
         return next((pid for pid in below if daemon.PRESTARTED in process.command_line(pid)), None)
 
-    return until(found, "a standby of the keeper")
+    return until(found, "a standby of the supervisor")
 
 
 def parts(home: Home) -> list[str]:
@@ -83,7 +83,7 @@ def test_a_service_that_hangs_or_dies_is_back_at_its_address_and_says_so(setting
     for number in (signal.SIGSTOP, signal.SIGKILL):
         old = daemon.find_service(home)
         assert old is not None
-        standby = standby_of(keeper_of(home), serves=old["pid"])
+        standby = standby_of(supervisor_of(home), serves=old["pid"])
         os.kill(old["pid"], number)
         new = until(
             lambda old=old: another_service(home, old), f"another service after {number.name}", home.service_log
@@ -94,29 +94,29 @@ def test_a_service_that_hangs_or_dies_is_back_at_its_address_and_says_so(setting
     assert any("service, process" in text for text in daemon.ask(home, "GET", "/api/v1/status")["warnings"])
 
 
-def test_a_keeper_that_hangs_or_dies_is_started_again_by_the_service(settings: Settings) -> None:
+def test_a_supervisor_that_hangs_or_dies_is_started_again_by_the_service(settings: Settings) -> None:
     home = Home.of(settings.home)
     served = daemon.up(settings)["pid"]
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        old = keeper_of(home)
+        old = supervisor_of(home)
         os.kill(old.pid, number)
-        until(lambda old=old: another_keeper(home, old), f"another keeper after {number.name}")
+        until(lambda old=old: another_supervisor(home, old), f"another supervisor after {number.name}")
     assert daemon.ask(home, "GET", "/api/v1/status")["pid"] == served
 
 
-def test_up_after_a_kill_needs_no_keeper_and_down_is_the_end(settings: Settings) -> None:
+def test_up_after_a_kill_needs_no_supervisor_and_down_is_the_end(settings: Settings) -> None:
     home = Home.of(settings.home)
     daemon.up(settings)
-    keeper = keeper_of(home)
+    supervisor = supervisor_of(home)
     record = daemon.find_service(home)
     assert record is not None
-    process.send_signal(keeper, signal.SIGSTOP)  # so that it cannot be the faster one
+    process.send_signal(supervisor, signal.SIGSTOP)  # so that it cannot be the faster one
     os.kill(record["pid"], signal.SIGKILL)
     process.wait_gone((daemon.identity_of(record),), LIMIT_S)
     assert daemon.up(settings)["started"] is True
-    process.send_signal(keeper, signal.SIGCONT)
+    process.send_signal(supervisor, signal.SIGCONT)
     assert daemon.down(settings)["state"] == "down"
-    assert not process.is_alive(keeper) and not process.children_of(keeper.pid)
+    assert not process.is_alive(supervisor) and not process.children_of(supervisor.pid)
     assert daemon.find_service(home) is None
     assert daemon.status(settings)["still_running"] == []
 
@@ -126,7 +126,7 @@ def test_a_standby_that_is_stopped_does_not_keep_the_service_down(settings: Sett
     daemon.up(settings)
     old = daemon.find_service(home)
     assert old is not None
-    standby = standby_of(keeper_of(home), serves=old["pid"])
+    standby = standby_of(supervisor_of(home), serves=old["pid"])
     os.kill(standby, signal.SIGSTOP)
     os.kill(old["pid"], signal.SIGKILL)
     new = until(lambda: another_service(home, old), "another service", home.service_log)
@@ -134,37 +134,37 @@ def test_a_standby_that_is_stopped_does_not_keep_the_service_down(settings: Sett
     until(lambda: process.identify(standby) is None or None, "the end of the stopped standby")
 
 
-def test_a_standby_ends_with_its_keeper(settings: Settings) -> None:
+def test_a_standby_ends_with_its_supervisor(settings: Settings) -> None:
     home = Home.of(settings.home)
     daemon.up(settings)
-    keeper = keeper_of(home)
-    standby = standby_of(keeper, serves=0)
-    process.send_signal(keeper, signal.SIGKILL)
+    supervisor = supervisor_of(home)
+    standby = standby_of(supervisor, serves=0)
+    process.send_signal(supervisor, signal.SIGKILL)
     until(lambda: process.identify(standby) is None or None, "the end of the standby")
     record = daemon.find_service(home)
     assert record is not None and record["pid"] != standby, "the service runs, and not in the standby"
 
 
-def test_a_service_whose_home_is_removed_ends_with_its_keeper(settings: Settings) -> None:
+def test_a_service_whose_home_is_removed_ends_with_its_supervisor(settings: Settings) -> None:
     home = Home.of(settings.home)
     daemon.up(settings)
-    record, keeper = daemon.find_service(home), keeper_of(home)
+    record, supervisor = daemon.find_service(home), supervisor_of(home)
     assert record is not None
     shutil.rmtree(home.root)
     until(lambda: not process.is_alive(daemon.identity_of(record)) or None, "the end of the service")
-    until(lambda: not process.is_alive(keeper) or None, "the end of the keeper")
+    until(lambda: not process.is_alive(supervisor) or None, "the end of the supervisor")
 
 
 def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = keeper.Keeper(load_settings({"home": str(tmp_path)}, environ={}))
+    kept = supervisor.Supervisor(load_settings({"home": str(tmp_path)}, environ={}))
     kept._failures, kept._taken, kept._died_s = 5000, True, kept._clock.monotonic_s()
     kept._start_again({}, ProcessId(pid=1, start_time=0.0))
     assert kept._failures == 5000, "it waits, it does not try"
     records = iter([{"pid": os.getpid()}, None])
-    monkeypatch.setattr(keeper, "last_service", lambda _: next(records))
-    monkeypatch.setattr(keeper, "identity_of", lambda _: process.own_id())
+    monkeypatch.setattr(supervisor, "last_service", lambda _: next(records))
+    monkeypatch.setattr(supervisor, "identity_of", lambda _: process.own_id())
     for name in ("reap_adopted", "wait_gone"):
         monkeypatch.setattr(process, name, lambda *_: [])
     kept.run()

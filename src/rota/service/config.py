@@ -84,7 +84,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FILE = "config.toml"
 
 
-def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Raises BadInput naming the setting, its value and where it came from."""
     env = os.environ if environ is None else environ  # noqa: TID251 - settings are read here
     given = {name: value for name, value in (flags or {}).items() if value not in (None, "")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rota.cluster.core.quota import broken_rules
 from rota.cluster.live import Scheduler
@@ -36,29 +36,29 @@ RETRY_MAX = 1000
 LABEL_CHARS_MAX = 200
 
 
-def _priority(value: Any) -> int:
+def _priority(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not PRIORITY_MIN <= value <= PRIORITY_MAX:
         raise BadInput(f"priority={value!r}: a whole number from {PRIORITY_MIN} to {PRIORITY_MAX}")
     return value
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise BadInput(f"{value!r} is not a number of seconds above 0")
     return float(value)
 
 
-def _limit(value: Any) -> float | None:
+def _limit(value: object) -> float | None:
     return None if value is None else _seconds(value)
 
 
-def _retry(value: Any) -> int:
+def _retry(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= RETRY_MAX:
         raise BadInput(f"retry={value!r}: a whole number from 0 to {RETRY_MAX}")
     return value
 
 
-_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+_PLAIN: Mapping[str, Callable[[object], float | None]] = {
     "priority": _priority,
     "time_limit_s": _limit,
     "grace_s": _seconds,
@@ -67,11 +67,11 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
 CHANGEABLE = ("queue", *_PLAIN, "labels.NAME")
 
 
-def checked_changes(changes: Mapping[str, Any], spec: JobSpec, scheduler: Scheduler) -> dict[str, Any]:
+def checked_changes(changes: Mapping[str, object], spec: JobSpec, scheduler: Scheduler) -> dict[str, object]:
     """The changes as they go into the event. Raises BadInput or UnknownName, naming field, value and rule."""
     if not changes:
         raise BadInput("there is nothing to change", hint=f"these fields can: {', '.join(CHANGEABLE)}")
-    checked: dict[str, Any] = {}
+    checked: dict[str, object] = {}
     labels = dict(spec.labels)
     for path, value in changes.items():
         if path in _PLAIN:
@@ -144,7 +144,7 @@ class QueuesPart(Part):
     queues: Annotated[tuple[QueuePart, ...], Several()] = required("a list of queues")
 
     @classmethod
-    def long_form(cls, node: Any) -> Any:
+    def long_form(cls, node: object) -> object:
         """A list is the one of the queues."""
         return {"queues": node} if isinstance(node, SequenceNode) else node
 
@@ -155,6 +155,7 @@ def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tupl
     root = read_tree(text, errors)
     found = read_part(QueuesPart, root, errors)
     errors.raise_if_any()
+    assert found is not None, "what is wrong was raised"
     queues: tuple[Queue, ...] = found.given()["queues"]
     for broken in broken_rules(queues, nodes):
         path = ("queues", broken.index, broken.field)

@@ -11,10 +11,19 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from math import isfinite
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rota.service.jobfile.nodes import ENTRIES_MAX, MappingNode, Node, ScalarNode, SequenceNode
@@ -23,6 +32,10 @@ from rota.spec.check import Path
 from rota.spec.errors import did_you_mean, nearest
 from rota.spec.resources import counted, parse_duration, parse_size
 
+V = TypeVar("V")
+P = TypeVar("P", bound="Part")
+Values = dict[str, Any]
+"""Arguments of the class that a part makes, by name."""
 _YES_NO = {"yes": "true", "no": "false", "on": "true", "off": "false", "y": "true", "n": "false"}
 _SIZE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -32,12 +45,12 @@ def refused(message: str, *, hint: str = "", code: str = "BAD_TYPE") -> Pydantic
     return PydanticCustomError(code, "{message}", {"message": message, "hint": hint})  # type: ignore[arg-type]
 
 
-def unexpected(expected: str, node: Any, *, hint: str = "", code: str = "BAD_TYPE") -> PydanticCustomError:
+def unexpected(expected: str, node: object, *, hint: str = "", code: str = "BAD_TYPE") -> PydanticCustomError:
     """The error of a value that is not what was expected."""
     return refused(f"expected {expected}, got {_described(node)}", hint=hint, code=code)
 
 
-def _described(node: Any) -> str:
+def _described(node: object) -> str:
     match node:
         case MappingNode():
             return "a mapping"
@@ -50,39 +63,39 @@ def _described(node: Any) -> str:
             return repr(text) if len(text) <= 60 else repr(text[:57] + "...")
 
 
-class Kind:
+class Kind(Generic[V]):
     """One kind of scalar, put into ``Annotated``. ``words`` names it in the reference."""
 
     words: Any
 
-    def read(self, node: Any) -> Any:
+    def read(self, node: object) -> V:
         """The value of ``node``. Raises PydanticCustomError."""
         raise NotImplementedError
 
-    def write(self, value: Any) -> Any:
+    def write(self, value: V) -> object:
         """The value as it is written into a file; inverse of ``read``."""
         return value
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         """The JSON Schema of the values."""
         return {"type": "string"}
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         writer = core_schema.plain_serializer_function_ser_schema(self.write)
         return core_schema.no_info_plain_validator_function(self.read, serialization=writer)
 
-    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, source: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return self.schema()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Text(Kind):
+class Text(Kind[str]):
     """A text. ``literal`` also takes numbers and true/false, as they are written (environment, labels)."""
 
     words: str = "text"
     literal: bool = False
 
-    def read(self, node: Any) -> str:
+    def read(self, node: object) -> str:
         if not isinstance(node, ScalarNode) or node.is_null:
             raise unexpected(self.words, node)
         if not self.literal and not node.place.file and not isinstance(node.value, str):
@@ -91,12 +104,12 @@ class Text(Kind):
             raise unexpected(f"{self.words} without NUL characters", node, code="OUT_OF_RANGE")
         return str(node)
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"type": ["string", "number", "boolean"] if self.literal else "string"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Number(Kind):
+class Number(Kind[float]):
     """A whole number (``whole``) or a number, between ``low`` and ``high``."""
 
     low: float
@@ -110,7 +123,7 @@ class Number(Kind):
             return f"{what}, at least {self.low:g}"
         return f"{what} from {self.low:g} to {self.high:g}"
 
-    def read(self, node: Any) -> int | float:
+    def read(self, node: object) -> float:
         value = node.value if isinstance(node, ScalarNode) else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise unexpected(self.words, node, hint=_number_hint(node))
@@ -121,15 +134,15 @@ class Number(Kind):
             raise unexpected(self.words, node, code="OUT_OF_RANGE")
         return value if self.whole else float(value)
 
-    def write(self, value: Any) -> int | float:
+    def write(self, value: float) -> float:
         return int(value) if value == int(value) else value
 
-    def schema(self) -> dict[str, Any]:
-        limits: dict[str, Any] = {"type": "integer" if self.whole else "number", "minimum": self.low}
+    def schema(self) -> JsonSchemaValue:
+        limits: JsonSchemaValue = {"type": "integer" if self.whole else "number", "minimum": self.low}
         return {**limits, "maximum": self.high} if self.high < 10**9 else limits
 
 
-def _number_hint(node: Any) -> str:
+def _number_hint(node: object) -> str:
     if not isinstance(node, ScalarNode):
         return ""
     bare = node.strip().replace("_", "").replace(",", "")
@@ -138,44 +151,44 @@ def _number_hint(node: Any) -> str:
     return ""
 
 
-class AxisSize(Kind):
+class AxisSize(Kind[float | str]):
     """The size of a mesh axis, or ``*`` for the axis that grows and shrinks."""
 
     words = 'whole number, or `"*"`'
 
-    def read(self, node: Any) -> Any:
+    def read(self, node: object) -> float | str:
         return "*" if node == "*" else Number(1, 100_000).read(node)
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "*"}]}
 
 
-class Bool(Kind):
+class Bool(Kind[bool]):
     """``true`` or ``false``; ``yes`` and ``no`` are texts in YAML 1.2."""
 
     words = "true or false"
 
-    def read(self, node: Any) -> bool:
+    def read(self, node: object) -> bool:
         value = node.value if isinstance(node, ScalarNode) else None
         if isinstance(value, bool):
             return value
         meant = _YES_NO.get(str(node).lower(), "")
         raise unexpected(self.words, node, hint=f"write {meant}" if meant else "")
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"type": "boolean"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measure(Kind):
+class Measure(Kind[float]):
     """A size or a duration with its unit; a bare number is refused."""
 
     words: str
     parse: Callable[[str], float]
-    format: Callable[[Any], str]
+    format: Callable[[float], str]
     low: float = 0
 
-    def read(self, node: Any) -> float:
+    def read(self, node: object) -> float:
         if not isinstance(node, ScalarNode) or node.is_null or len(node) > 64:
             raise unexpected(self.words, node)
         value = _parsed(self.parse, str(node))
@@ -183,10 +196,10 @@ class Measure(Kind):
             raise unexpected(f"{self.words}, at least {self.low:g}", node, code="OUT_OF_RANGE")
         return value
 
-    def write(self, value: Any) -> str:
+    def write(self, value: float) -> str:
         return self.format(value)
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"type": "string", "description": self.words}
 
 
@@ -204,10 +217,10 @@ def duration_text(seconds: float) -> str:
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text}s"
 
 
-def size_text(size_bytes: int) -> str:
+def size_text(size_bytes: float) -> str:
     """A size that reads back as exactly ``size_bytes``: ``2GiB``, ``1500B``."""
     factor, unit = next((one for one in _SIZE_UNITS if size_bytes and size_bytes % one[0] == 0), (1, "B"))
-    return f"{size_bytes // factor}{unit}"
+    return f"{int(size_bytes) // factor}{unit}"
 
 
 def duration(low_s: float = 0.0) -> Measure:
@@ -219,29 +232,29 @@ SIZE = Measure("a size with a unit, for example 512MiB", parse_size, size_text)
 """A size such as ``512MiB``, read as bytes."""
 
 
-class OneOf(Kind):
+class OneOf(Kind[str]):
     """One word of a closed list: the choices of a ``Literal``."""
 
     def __init__(self, literal: Any) -> None:
         self.choices: tuple[str, ...] = get_args(literal)
         self.words = " \\| ".join(f"`{choice}`" for choice in self.choices)
 
-    def read(self, node: Any) -> str:
+    def read(self, node: object) -> str:
         if isinstance(node, ScalarNode) and node in self.choices:
             return str(node)
         hint = did_you_mean(node, self.choices) if isinstance(node, ScalarNode) else ""
         raise unexpected("one of " + ", ".join(self.choices), node, hint=hint, code="BAD_CHOICE")
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"enum": list(self.choices)}
 
 
-class Limit(Kind):
+class Limit(Kind[tuple[int, float]]):
     """``3/10m``: at most this number of failures within a sliding window; read as (count, seconds)."""
 
     words = "failures/window, for example `3/10m`"
 
-    def read(self, node: Any) -> tuple[int, float]:
+    def read(self, node: object) -> tuple[int, float]:
         count, slash, window = node.partition("/") if isinstance(node, ScalarNode) else ("", "", "")
         if not re.fullmatch(r"\s*\d{1,9}\s*", count):
             raise unexpected("failures/window, for example 3/10m", node)
@@ -253,19 +266,19 @@ class Limit(Kind):
             raise unexpected("a window longer than nothing", node, code="OUT_OF_RANGE")
         return int(count), seconds
 
-    def write(self, value: Any) -> str:
+    def write(self, value: tuple[int, float]) -> str:
         return f"{value[0]}/{duration_text(value[1])}"
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> JsonSchemaValue:
         return {"type": "string", "pattern": r"^\s*\d+\s*/.+$"}
 
 
-class Every(Kind):
+class Every(Kind[str]):
     """``auto``, ``<n> commits`` or a duration; read as the text itself, without needless spaces."""
 
     words = "`auto`, `<n> commits` or a duration"
 
-    def read(self, node: Any) -> str:
+    def read(self, node: object) -> str:
         text = " ".join(node.split()) if isinstance(node, ScalarNode) else ""
         if text == "auto" or re.fullmatch(r"[1-9]\d{0,8} commits?", text):
             return text
@@ -285,14 +298,14 @@ class Several:
     bars: bool = False
     kept: bool = False
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         writer = core_schema.plain_serializer_function_ser_schema(
             lambda one: one if isinstance(one, str) else list(one)
         )
         kept = writer if self.kept else None
         return core_schema.no_info_wrap_validator_function(self.read, handler(source), serialization=kept)
 
-    def read(self, node: Any, handler: Callable[[Any], Any]) -> Any:
+    def read(self, node: object, handler: Callable[[object], Sequence[object]]) -> object:
         """The entries as a tuple."""
         if isinstance(node, SequenceNode):
             return handler(node)
@@ -302,7 +315,7 @@ class Several:
             raise unexpected("a list", node)
         return handler([node])[0] if self.kept else handler([node])
 
-    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, source: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         many = handler(source["schema"])
         if self.bars:
             return {"oneOf": [{"type": "string"}, many]}
@@ -316,10 +329,10 @@ class Names:
     what: str = "a mapping"
     entries_max: int = ENTRIES_MAX
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
-    def read(self, node: Any) -> MappingNode:
+    def read(self, node: object) -> MappingNode:
         """The mapping. Raises PydanticCustomError."""
         if not isinstance(node, MappingNode):
             raise unexpected(self.what, node)
@@ -352,26 +365,26 @@ class Part(BaseModel):
     models: ClassVar[dict[Any, type[Part]]] = {}
     """The model that fills each class."""
 
-    def __init_subclass__(cls, **given: Any) -> None:
+    def __init_subclass__(cls, **given: Unpack[ConfigDict]) -> None:
         super().__init_subclass__(**given)
         if "makes" in cls.__dict__:
             Part.models[cls.makes] = cls
 
     @model_validator(mode="before")
     @classmethod
-    def _mapping(cls, node: Any) -> Any:
+    def _mapping(cls, node: object) -> object:
         node = cls.long_form(node)
         if not isinstance(node, dict):
             raise unexpected(cls.what, node)
         return node
 
     @classmethod
-    def long_form(cls, node: Any) -> Any:
+    def long_form(cls, node: object) -> object:
         """The mapping that a shorter form means; anything else unchanged."""
         return node
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
         return schema if cls.short is None else {"oneOf": [cls.short.schema(), schema]}
 
@@ -381,7 +394,7 @@ class Part(BaseModel):
         return {field.alias or name: (name, field) for name, field in cls.model_fields.items()}
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    def defaults(cls) -> Values:
         """The defaults of the class that is made."""
         made = dataclasses.fields(cls.makes) if dataclasses.is_dataclass(cls.makes) else ()
         return {
@@ -389,16 +402,16 @@ class Part(BaseModel):
             for one in made
         }
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Values:
         """The attributes that the file gives, parts in them made."""
         return {name: _made(getattr(self, name)) for name in self.model_fields_set}
 
-    def make(self) -> Any:
+    def make(self) -> object:
         """The value of ``makes``."""
         return self.makes(**self.given())
 
     @classmethod
-    def attributes(cls, value: Any) -> dict[str, Any]:
+    def attributes(cls, value: Any) -> Values:
         """What ``value`` has of these fields, but for defaults."""
         defaults = cls.defaults()
         names = [name for name in cls.model_fields if name in defaults]
@@ -407,25 +420,26 @@ class Part(BaseModel):
         }
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: object) -> Self:
         """The part that makes ``value``, without what is default."""
-        return cls.model_construct(**{name: _part_of(one) for name, one in cls.attributes(value).items()})
+        found: Values = {name: _part_of(one) for name, one in cls.attributes(value).items()}
+        return cls.model_construct(**found)
 
 
-def _made(value: Any) -> Any:
+def _made(value: object) -> object:
     if isinstance(value, Part):
         return value.make()
     return tuple(_made(one) for one in value) if isinstance(value, tuple) else value
 
 
-def _part_of(value: Any) -> Any:
+def _part_of(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(_part_of(one) for one in value)
     model = Part.models.get(type(value))
     return model.of(value) if model is not None else value
 
 
-def read_part(model: type[Part], root: Node, errors: ErrorCollector, above: Path = ()) -> Any:
+def read_part(model: type[P], root: Node, errors: ErrorCollector, above: Path = ()) -> P | None:
     """The part that ``root``, found at ``above``, describes; None after its mistakes were added to ``errors``."""
     try:
         return model.model_validate(root)

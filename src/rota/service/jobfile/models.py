@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import model_serializer
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic import GetJsonSchemaHandler, model_serializer
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from rota.service.jobfile.fields import (
     SIZE,
@@ -21,6 +23,7 @@ from rota.service.jobfile.fields import (
     Part,
     Several,
     Text,
+    Values,
     duration,
     optional,
     refused,
@@ -112,7 +115,7 @@ class FailPart(Part):
         "what `check: full` does with a member much slower than its mesh: a line in its log, or another node"
     )
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Values:
         """The limit as its two attributes."""
         values = super().given()
         if "limit" in values:
@@ -120,7 +123,7 @@ class FailPart(Part):
         return values
 
     @classmethod
-    def attributes(cls, value: Fail) -> dict[str, Any]:
+    def attributes(cls, value: Fail) -> Values:
         """The two attributes of the limit as one."""
         limit, default = ((one.limit_n, one.limit_window_s) for one in (value, Fail()))
         return super().attributes(value) | ({"limit": limit} if limit != default else {})
@@ -150,7 +153,7 @@ class NearPart(Part):
     share: Annotated[Share, OneOf(Share)] = optional("take turns (lease) or be resident together")
 
     @classmethod
-    def long_form(cls, node: Any) -> Any:
+    def long_form(cls, node: object) -> object:
         """A name alone is the role."""
         return {"role": node} if isinstance(node, ScalarNode) and not node.is_null else node
 
@@ -166,7 +169,7 @@ class ReplicasPart(Part):
     max: Annotated[int, INSTANCES] = required("may be added")
 
     @classmethod
-    def long_form(cls, node: Any) -> Any:
+    def long_form(cls, node: object) -> object:
         """One number is both."""
         if not isinstance(node, ScalarNode) or node.is_null:
             return node
@@ -178,7 +181,7 @@ class ReplicasPart(Part):
         return self.min, self.max
 
     @model_serializer
-    def _written(self) -> Any:
+    def _written(self) -> int | dict[str, int]:
         return self.min if self.min == self.max else {"min": self.min, "max": self.max}
 
 
@@ -237,7 +240,7 @@ class RolePart(Part):
         return RoleSpec(name=RoleName(name), run=run, shell=shell, env=env, **sizes, **values)
 
     @classmethod
-    def attributes(cls, value: RoleSpec) -> dict[str, Any]:
+    def attributes(cls, value: RoleSpec) -> Values:
         """The size, the mesh and the command as the file has them."""
         fields = super().attributes(value)
         mesh = {axis: "*" if axis == value.elastic_axis else size for axis, size in value.mesh}
@@ -286,7 +289,7 @@ class EdgePart(Part):
     inflight: Count = optional("micro-batches not yet acknowledged")
 
     @classmethod
-    def long_form(cls, node: Any) -> Any:
+    def long_form(cls, node: object) -> object:
         """A chain keeps its first end as ``from`` and the rest as ``to``."""
         if not isinstance(node, ScalarNode) or node.is_null:
             return node
@@ -333,7 +336,7 @@ class Success(Several):
 
     words = "`all`, `loop` or list of roles"
 
-    def read(self, node: Any, handler: Any) -> Any:
+    def read(self, node: object, handler: Callable[[object], Sequence[object]]) -> object:
         """The word, or the names of the roles as a tuple."""
         if isinstance(node, ScalarNode) and not node.is_null:
             return OneOf(When).read(node)
@@ -341,7 +344,7 @@ class Success(Several):
             raise unexpected("all, loop, or a list of role names", node)
         return super().read(node, handler)
 
-    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, source: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"oneOf": [OneOf(When).schema(), handler(source["schema"])]}
 
 
@@ -407,7 +410,7 @@ class JobPart(Part):
         return [(index, edge) for index, entry in enumerate(self.edges or ()) for edge in entry.edges(streams)]
 
     @classmethod
-    def attributes(cls, value: JobSpec) -> dict[str, Any]:
+    def attributes(cls, value: JobSpec) -> Values:
         """Roles and streams by their names."""
         found = super().attributes(value)
         named = {"roles": {one.name: RolePart.of(one) for one in value.roles}}
@@ -417,11 +420,11 @@ class JobPart(Part):
 
 
 class _WithoutDefaults(GenerateJsonSchema):
-    def default_schema(self, schema: Any) -> Any:
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonSchemaValue:
     """JSON Schema of the job file, for editors."""
     made = _shown(JobPart.model_json_schema(schema_generator=_WithoutDefaults))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Rota job", **made}

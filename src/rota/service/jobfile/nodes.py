@@ -375,7 +375,7 @@ def _position(event: Any) -> tuple[int, int]:
     return event.start_mark.line + 1, event.start_mark.column + 1
 
 
-def yaml_text(value: Any) -> str:
+def yaml_text(value: object) -> str:
     """Plain values as YAML text, in their order."""
     out = io.StringIO()
     yaml = YAML(typ="rt", pure=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, NoReturn
 
 from rota.spec.check import Path, dotted
 from rota.spec.errors import BadInput, JobFileError
@@ -35,10 +35,10 @@ class Problem:
     is the name of the file or ``--set #n``, ``source`` the line as written.
     """
 
-    loc: str
-    line: int
-    col: int
-    message: str
+    loc: str = ""
+    line: int = 0
+    col: int = 0
+    message: str = ""
     hint: str = ""
     code: str = "INVALID"
     file: str = ""
@@ -58,25 +58,15 @@ class Problem:
         shown = self.source[start : start + SOURCE_LINE_MAX].replace("\t", " ")
         return f"{self}\n    {shown}\n    {' ' * (self.col - 1 - start)}^"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str | int]:
         """The form of the REST interface and of ``--json``."""
-        return {
-            name: getattr(self, name) for name in ("loc", "line", "col", "message", "hint", "code", "file", "source")
-        }
+        return asdict(self)
 
     @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> Problem:
+    def from_json(raw: Mapping[str, str | int]) -> Problem:
         """Inverse of ``to_json``; unknown keys are ignored."""
-        return Problem(
-            loc=str(raw.get("loc", "")),
-            line=int(raw.get("line", 0)),
-            col=int(raw.get("col", 0)),
-            message=str(raw.get("message", "")),
-            hint=str(raw.get("hint", "")),
-            code=str(raw.get("code", "INVALID")),
-            file=str(raw.get("file", "")),
-            source=str(raw.get("source", "")),
-        )
+        texts = {one.name: str(raw.get(one.name, one.default)) for one in fields(Problem) if one.type == "str"}
+        return Problem(line=int(raw.get("line", 0)), col=int(raw.get("col", 0)), **texts)
 
 
 def cannot_use(error: OSError) -> BadInput:

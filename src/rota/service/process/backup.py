@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from rota.runtime.environ import PRIVATE_FILE, Home
 from rota.runtime.event_log.sql import SqlLog
@@ -27,7 +27,27 @@ OWN = "config.toml"
 KEPT_OF_JOBS = ("logs", "output")
 
 
-def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> dict[str, Any]:
+class BackupDocument(TypedDict):
+    """What ``back_up`` wrote."""
+
+    kind: str
+    file: str
+    records: int
+    files: int
+    size_bytes: int
+
+
+class RestoreDocument(TypedDict):
+    """What ``restore`` laid down."""
+
+    kind: str
+    file: str
+    home: str
+    records: int
+    files: int
+
+
+def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> BackupDocument:
     """Write ``out``: the event log, token, settings, secrets, and with ``jobs`` their logs and output folders.
 
     The service may run meanwhile: the log only grows, and what is appended after the start is not part of the file.
@@ -59,7 +79,7 @@ def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> dict[str, An
     return {"kind": "Backup", "file": str(out), "records": last, "files": files, "size_bytes": size}
 
 
-def restore(settings: Settings, source: Path) -> dict[str, Any]:
+def restore(settings: Settings, source: Path) -> RestoreDocument:
     """Fill an empty home and an empty store from a file of ``back_up``: all of it or nothing.
 
     One that was killed can be begun again; until then no service starts there. Raises Conflict when there is an

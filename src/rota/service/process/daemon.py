@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import quote
 
 from rota.runtime import environ, process
@@ -57,6 +57,30 @@ PARTS = {
 """Text in the command of a process by which its part of the installation is recognised, the most specific first."""
 
 
+class ServiceRecord(TypedDict):
+    """Who serves an installation, as written to ``run/service.json``."""
+
+    url: str
+    pid: int
+    start_time: float
+    boot_id: str
+    version: str
+    pretend: str
+
+
+class DownDocument(TypedDict):
+    """What ``down`` ended, and what it could not end."""
+
+    api: str
+    kind: str
+    state: str
+    text: str
+    ended: list[str]
+    stopped_jobs: list[str]
+    left_jobs: dict[str, int]
+    still_running: list[int]
+
+
 def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
     """Start the service, or find the one that runs; the Status document, with ``login`` for the page.
 
@@ -90,7 +114,7 @@ def ensure_up(settings: Settings) -> bool:
     return bool(up(settings)["started"])
 
 
-def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> dict[str, Any]:
+def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> DownDocument:
     """End the service with its gateway, engine and registry: the recorded processes, and no others.
 
     On a given engine it ends what the jobs of this home have there; ``text`` names what could not be ended.
@@ -145,19 +169,19 @@ def status(settings: Settings) -> dict[str, Any]:
     return ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"}
 
 
-def find_service(home: Home) -> dict[str, Any] | None:
+def find_service(home: Home) -> ServiceRecord | None:
     """The record of the service if its very process lives, else None. Raises StoreCorrupt for a damaged record."""
     record = last_service(home)
     return record if record is not None and process.is_alive(identity_of(record)) else None
 
 
-def last_service(home: Home) -> dict[str, Any] | None:
+def last_service(home: Home) -> ServiceRecord | None:
     """The record of a service of this boot that runs, or that was killed; None if it ended in order.
 
     Raises StoreCorrupt for a damaged record.
     """
     try:
-        record: dict[str, Any] = json.loads(home.service_record.read_bytes())
+        record: ServiceRecord = json.loads(home.service_record.read_bytes())
         named = (identity_of(record), str(record["boot_id"]), str(record["url"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -167,7 +191,7 @@ def last_service(home: Home) -> dict[str, Any] | None:
     return record if named[1] == process.boot_id() else None
 
 
-def _found(home: Home) -> dict[str, Any] | None:
+def _found(home: Home) -> ServiceRecord | None:
     """The same for those who start and end it: a damaged record is none, and the next start writes a whole one."""
     try:
         return find_service(home)
@@ -175,7 +199,7 @@ def _found(home: Home) -> dict[str, Any] | None:
         return None
 
 
-def ask(home: Home, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def ask(home: Home, method: str, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
     """One request to the local service with the admin token. Raises NotReachable, or RotaError for a refusal."""
     record = find_service(home)
     if record is None:
@@ -226,7 +250,7 @@ def _end_supervisor(home: Home) -> None:
         process.stop(supervisor.id, grace_s=0.0)
 
 
-def flags_of(settings: Settings) -> dict[str, Any]:
+def flags_of(settings: Settings) -> dict[str, object]:
     """The settings that were given as flags."""
     return {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}
 
@@ -235,7 +259,7 @@ def _command(module: str, settings: Settings, home: Home, *, standby: bool = Fal
     """How to start a process of the service with the settings that were given as flags."""
     flags = flags_of(settings)
     # what may hold a password goes by the environment: arguments stand in the list of processes
-    private: dict[str, str | None] = {f"ROTA_{name.upper()}": flags.pop(name) for name in PRIVATE if name in flags}
+    private = {f"ROTA_{name.upper()}": str(flags.pop(name)) for name in PRIVATE if name in flags}
     command = (sys.executable, "-m", module, json.dumps(flags | {"home": str(home.root)}))
     marked = {**private, environ.SERVICE: str(home.root)}
     more = (PRESTARTED,) if standby else ()
@@ -249,7 +273,7 @@ def start_standby(settings: Settings, home: Home) -> process.Child:
 
 def start_service(
     settings: Settings, home: Home, timeout_s: float = UP_TIMEOUT_S, *, standby: process.Child | None = None
-) -> dict[str, Any]:
+) -> ServiceRecord:
     """Start a service and wait until it answers; its record. To be called under the lock of ``up``.
 
     A ``standby`` becomes that service, in a tenth of the processor time.
@@ -275,7 +299,7 @@ def start_service(
     raise TimedOut(f"the service was not ready within {timeout_s:.0f} s", hint=f"see {home.service_log}")
 
 
-def _wait_answer(home: Home, timeout_s: float) -> dict[str, Any] | None:
+def _wait_answer(home: Home, timeout_s: float) -> ServiceRecord | None:
     """The record of a service that answers; None once there is none (one that was just killed may still be going)."""
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
@@ -487,7 +511,7 @@ def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | N
 
 def _down_document(
     ended: list[str], left: list[ProcessId], stopped: list[str], text: str = "", live: Mapping[str, int] | None = None
-) -> dict[str, Any]:
+) -> DownDocument:
     return {
         "api": "rota/v1",
         "kind": "Status",
@@ -500,6 +524,6 @@ def _down_document(
     }
 
 
-def identity_of(record: Mapping[str, Any]) -> ProcessId:
+def identity_of(record: ServiceRecord) -> ProcessId:
     """The process that a record of the service names."""
     return ProcessId(pid=int(record["pid"]), start_time=float(record["start_time"]))

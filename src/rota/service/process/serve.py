@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -26,7 +26,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.config import Settings, load_settings, rota_version
 from rota.service.jobfile.problems import cannot_use
-from rota.service.process.daemon import PRESTARTED, holder_of
+from rota.service.process.daemon import PRESTARTED, ServiceRecord, holder_of
 from rota.spec.errors import Conflict, NotReachable, RotaError
 
 if TYPE_CHECKING:
@@ -37,18 +37,6 @@ FAILED = "rota serve failed: "
 """Before the JSON of the error that kept the service from starting, on a line of its log."""
 
 _log = logging.getLogger("rota.service")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceRecord:
-    """Who serves an installation, as written to ``run/service.json``."""
-
-    url: str
-    pid: int
-    start_time: float
-    boot_id: str
-    version: str
-    pretend: str
 
 
 @contextlib.contextmanager
@@ -194,7 +182,7 @@ def _record(app: AppState) -> None:
         version=rota_version(),
         pretend=app.settings.pretend,
     )
-    write_private(app.home.service_record, json.dumps(asdict(record)))
+    write_private(app.home.service_record, json.dumps(record))
     app.home.standby_fault.unlink(missing_ok=True)
 
 
@@ -230,7 +218,7 @@ def main(arguments: list[str]) -> int:
         if not arguments:
             return 0
     try:
-        flags: dict[str, Any] = json.loads(arguments[0]) if arguments else {}
+        flags: dict[str, object] = json.loads(arguments[0]) if arguments else {}
         run(load_settings(flags))
     except (RotaError, OSError) as raised:
         error = raised if isinstance(raised, RotaError) else cannot_use(raised)

@@ -13,7 +13,6 @@ import fcntl
 import json
 import logging
 import sys
-from typing import Any
 from urllib.parse import urlsplit
 
 from rota.runtime import process
@@ -22,7 +21,15 @@ from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced
 from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
-from rota.service.process.daemon import POLL_S, flags_of, identity_of, last_service, start_service, start_standby
+from rota.service.process.daemon import (
+    POLL_S,
+    ServiceRecord,
+    flags_of,
+    identity_of,
+    last_service,
+    start_service,
+    start_standby,
+)
 from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
 from rota.spec.resources import counted
 
@@ -123,7 +130,7 @@ class Supervisor:
         except OSError:  # it has not begun yet, or the disk does not answer
             return 0.0
 
-    def _start_again(self, record: dict[str, Any], which: ProcessId) -> None:
+    def _start_again(self, record: ServiceRecord, which: ProcessId) -> None:
         self._died_s = self._died_s or self._clock.monotonic_s()
         grace_s = 0.0 if which == self._hung else GRACE_S * 2 ** min(self._failures, DOUBLINGS_MAX)
         if self._clock.monotonic_s() - self._died_s < grace_s:

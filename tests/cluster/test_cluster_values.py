@@ -29,9 +29,8 @@ from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, compile_shape, lin
 from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import Claims, take_what_is_free
 from rota.cluster.core.state import State
-from rota.cluster.policies import gandiva
 from rota.cluster.policies.basic import Fit
-from rota.cluster.policies.gandiva import LendAndPack, kinship, potential
+from rota.cluster.policies.gandiva import LendAndPack, kinship, pair_of, potential
 from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.queue import Queue
@@ -497,7 +496,7 @@ def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
     with s.txn() as txn:
         txn.put(s.undone, ("", ""), None)
         assert packs.join(s, row)[0] == young  # type: ignore[index]
-    assert gandiva.pair_of(s.jobs[young], row) == ("", "x")
+    assert pair_of(s.jobs[young], row) == ("", "x")
     for other in (slot(1), slot(0.5), slot(2, cpus=9), slot(2, gib=65), slot(2, type="B"), slot(0)):
         assert packs.join(s, JobRow(ask=ask("w", other))) is None
     assert packs.join(s, JobRow(ask=ask("w", slot(2), preemptible=False))) is None

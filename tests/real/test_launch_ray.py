@@ -164,6 +164,26 @@ def test_an_exception_of_the_users_own_class_arrives_with_name_and_traceback(rig
     run(rig, body)
 
 
+def test_user_calls_on_one_machine_do_without_the_engine(rig, monkeypatch) -> None:
+    async def body(launcher, job) -> None:
+        handle = await launcher.start(instance(rig, job, 0), timeout_s=WAIT_S)
+        actor = launcher._actors[handle.name]
+        monkeypatch.setattr(launcher, "_actors", {})
+        monkeypatch.setattr(launcher, "_lookup", None)
+        assert await launcher.call(handle, Call(method="pid")) == handle.pid
+        with pytest.raises(TypeError):  # a control call is one of the engine
+            await launcher.call(handle, Call(method="pid", control=True))
+        monkeypatch.undo()
+        launcher._actors[handle.name] = actor
+        rig.kill(handle)
+        began = time.monotonic()
+        with pytest.raises(ProcessGone):
+            await launcher.call(handle, Call(method="pid"))
+        assert time.monotonic() - began < WAIT_S
+
+    run(rig, body)
+
+
 def test_a_blocked_event_loop_of_user_code_does_not_hold_up_control_calls(rig) -> None:
     async def body(launcher, job) -> None:
         handle = await launcher.start(instance(rig, job), timeout_s=WAIT_S)

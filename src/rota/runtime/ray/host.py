@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from rota.runtime import environ, output_pump, process, secrets
 from rota.runtime.launcher import RemoteError
 from rota.runtime.node import network_environment
 from rota.runtime.probe import LOOK_S, HangWatch
+from rota.runtime.socket_calls import CallServer
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -93,6 +95,7 @@ class Host:
             "user": ThreadPoolExecutor(_USER_THREADS, thread_name_prefix="user"),
         }
         self._target: Any = None
+        self._server: CallServer | None = None
         self._methods: dict[str, tuple[Any, bool]] = {}
         self._failure: Raised | None = None
         try:
@@ -112,7 +115,18 @@ class Host:
         adopt = getattr(self._target, "adopt", None)
         if adopt is not None:
             adopt(asyncio.get_running_loop())
+        await self._listen()
         return self._begun()
+
+    async def _listen(self) -> None:
+        """Take user calls of this machine's processes over a socket too; without one they come through Ray."""
+        if self._server is None and self._target is not None:
+            self._server = CallServer(self._called, fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
+            with contextlib.suppress(OSError):
+                await self._server.open(f"{self._boot.namespace}/{self._boot.name}")
+
+    async def _called(self, asked: tuple[list[Any], tuple[Any, ...], Mapping[str, Any]]) -> Any:
+        return await self._forward("user", *asked)
 
     @ray.method(concurrency_group="control")
     async def begin(self) -> Begun:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray._private import state
 from ray.exceptions import (
     ActorDiedError,
@@ -54,6 +55,7 @@ from rota.runtime.process import ExitWatch, ProcessId
 from rota.runtime.ray.engine import HOST_LABEL
 from rota.runtime.ray.host import CONTROL_CALLS_MAX, NAMESPACE_VARIABLE, USER_CALLS_MAX, Begun, Boot, Host, Raised
 from rota.runtime.ray.machines import hosts
+from rota.runtime.socket_calls import CallClient, Connection, ConnectionLost, Unsendable, first_line
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import JobId
 
@@ -106,6 +108,7 @@ class RayLauncher:
         self.namespace = namespace
         self._watching = watches
         self._actors = dict[str, Any]()
+        self._sockets = CallClient(fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
         self._groups = RayGroups(namespace)
         self._watches = dict[str, asyncio.Task[None]]()
         self._events = dict[JobId, asyncio.Queue[RuntimeEvent | DeathsLost]]()
@@ -316,10 +319,27 @@ class RayLauncher:
         """See Launcher. A handle needs no more than a name, so that instances call each other and their master."""
         if to.name.endswith("/master"):
             return await self._call_master(to.name, call)
+        connection = None if call.control else await self._sockets.find(f"{self.namespace}/{to.name}")
+        if connection is not None:
+            return await self._ask(connection, to.name, call)
         try:
             return await self._send(to.name, call)
         except ActorUnavailableError as error:
             raise ProcessGone(f"{to.name} cannot be reached: {error}") from error
+
+    async def _ask(self, connection: Connection, name: str, call: Call) -> Any:
+        """Call a process of this machine over its socket."""
+        try:
+            answer = await connection.call(([call.method, *call.head], call.args, call.kwargs), call.timeout_s)
+        except TimeoutError:
+            raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
+        except Unsendable as error:
+            raise NotPicklable(str(error), answer=error.answer) from None
+        except ConnectionLost as error:
+            raise ProcessGone(f"{name} is gone: {error}" if error.gone else f"{name}: {error}") from None
+        if isinstance(answer, Raised):
+            raise _rebuilt(answer)
+        return answer
 
     async def _call_master(self, name: str, call: Call) -> Any:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
@@ -346,7 +366,7 @@ class RayLauncher:
             self._actors.pop(name, None)
             raise ProcessGone(f"{name} is gone: {_death(error)}") from error
         except RayTaskError as error:  # what the method itself raised comes as Raised
-            raise NotPicklable(_first_line(error.cause), answer=True) from None
+            raise NotPicklable(first_line(error.cause), answer=True) from None
         if isinstance(answer, Raised):
             raise _rebuilt(answer)
         return answer
@@ -434,6 +454,7 @@ class RayLauncher:
         for task in watches:
             task.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
+        self._sockets.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _blocking(self, work: Callable[[], T]) -> T:
@@ -516,11 +537,7 @@ def _sent(method: Any, call: Call) -> Any:
     except RayError:
         raise
     except Exception as error:  # noqa: BLE001 - pickling runs code of the job, which may raise anything
-        raise NotPicklable(_first_line(error.__cause__ or error), answer=False) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise NotPicklable(first_line(error.__cause__ or error), answer=False) from None
 
 
 async def _answer(ref: Any, timeout_s: float | None) -> Any:

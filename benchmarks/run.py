@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{table(outcomes)}", flush=True)
     recorded: dict[str, float] = json.loads(given.ratios.read_text(encoding="utf-8")) if given.ratios.exists() else {}
     if given.record:
-        kept = recorded | {name: round(ratio, 4) for name, ratio in ratios(outcomes, recorded).items()}
+        kept = recorded | {name: float(f"{ratio:.4g}") for name, ratio in ratios(outcomes, recorded).items()}
         given.ratios.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         recorded = kept
     worse = slower(outcomes, recorded)

@@ -87,6 +87,22 @@ def test_a_ratio_that_became_worse_by_a_third_fails_and_a_smaller_change_does_no
     assert json.loads(recorded.read_text()) == {"a: get": 2.0, "b: x": 3.0}
 
 
+def test_a_small_ratio_is_recorded_with_four_digits_so_that_a_third_more_is_seen(tmp_path: Path) -> None:
+    recorded = tmp_path / "ratios.json"
+    recorded.write_text('{"a: get again": 1.0}')
+    row = HEAD + 'hand_in([Row("get again", 0.123456, "us", 100.0, "Ray")])'
+    assert run(tmp_path, {"a": row}, "--ratios", str(recorded), "--record").returncode == 0
+    assert json.loads(recorded.read_text()) == {"a: get again": 0.001235}
+    slow = HEAD + 'hand_in([Row("get again", 0.1611, "us", 100.0, "Ray")])'
+    assert run(tmp_path, {"a": slow}, "--ratios", str(recorded)).returncode == 1
+    assert run(tmp_path, {"a": slow.replace("0.1611", "0.16")}, "--ratios", str(recorded)).returncode == 0
+
+
+def test_the_watched_ratios_are_of_a_decision_calls_and_gets() -> None:
+    watched = json.loads((BENCHMARKS / "ratios.json").read_text())
+    assert {name.partition(":")[0] for name in watched} == {"scheduling", "calls", "tensors"}
+
+
 def test_a_script_that_has_nothing_to_measure_is_skipped_and_nothing_fails(tmp_path: Path) -> None:
     done = run(tmp_path, {"gpu": HEAD + "skip('CUDA device not found')", "other": GOOD})
     assert done.returncode == 0

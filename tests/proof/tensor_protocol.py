@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.tensors.core import SLOTS_MAX
-from rota.tensors.registry import Refused
+from rota.tensors.registry import ScriptRefused
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class ProtocolMachine:
     ) -> list[Any]:  # fmt: skip
         del desc, mutable, evictable
         if client not in self.clients:
-            raise Refused("UNJOINED")
+            raise ScriptRefused("UNJOINED")
         own = self.clients[client].own
         for v, before in own.items():
             if before == request:
@@ -177,10 +177,10 @@ class ProtocolMachine:
         entry = self.names.get(name)
         step, auto = self._check_order(entry, kind, epoch, step, label)
         if entry is None and not self.slots_free and self.slots >= SLOTS_MAX:
-            raise Refused("SLOTS")
+            raise ScriptRefused("SLOTS")
         beside = sum(other.startswith(name[:-20]) for other in self.names) if room else 0
         if room and beside >= room:
-            raise Refused("FULL", [beside])
+            raise ScriptRefused("FULL", [beside])
         seg, off = self._take_block(block, count, file)
         self.ids += 1
         self.versions[self.ids] = Version(
@@ -200,17 +200,17 @@ class ProtocolMachine:
     def _check_order(self, entry: Name | None, kind: str, epoch: int, step: int | str, label: str) -> tuple[int, bool]:
         fence = self._fence_of(label)
         if epoch < fence:
-            raise Refused("FENCED", [fence])
+            raise ScriptRefused("FENCED", [fence])
         if entry is not None and entry.kind != kind:
-            raise Refused("KIND", [entry.kind])
+            raise ScriptRefused("KIND", [entry.kind])
         published = entry is not None and entry.v != 0
         auto = isinstance(step, str)
         chosen = (entry.s + 1 if entry is not None and published else 0) if isinstance(step, str) else step
         if entry is not None and published:
             if epoch < entry.e:
-                raise Refused("FENCED", [entry.e])
+                raise ScriptRefused("FENCED", [entry.e])
             if epoch == entry.e and chosen < entry.s:
-                raise Refused("STALE", [entry.s])
+                raise ScriptRefused("STALE", [entry.s])
         return chosen, auto
 
     def _take_block(self, block: int, count: int, file: int) -> tuple[str, int]:
@@ -222,7 +222,7 @@ class ProtocolMachine:
         if not seg or self.segments[seg].next >= count:
             files = sum(each.file for each in self.segments.values())
             if self.quota and files + file > self.quota:
-                raise Refused("QUOTA", [files, self.quota])
+                raise ScriptRefused("QUOTA", [files, self.quota])
             self.ids += 1
             seg = self.current[block] = f"seg-{block}-{self.ids}"
             self.segments[seg] = Segment(block, count, file)
@@ -235,9 +235,9 @@ class ProtocolMachine:
     def _commit(self, client: str, v: int) -> list[Any]:
         version = self.versions.get(v)
         if client not in self.clients:
-            raise Refused("UNJOINED")
+            raise ScriptRefused("UNJOINED")
         if version is None or version.st == "d":
-            raise Refused("ABORTED")
+            raise ScriptRefused("ABORTED")
         entry = self.names[version.name]
         if version.st == "r":
             return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v]
@@ -262,19 +262,19 @@ class ProtocolMachine:
             self.clients[client].drops[v] = version.name
         return ["ready", v, entry.slot, first, _joined(keep), v]
 
-    def _refusal(self, version: Version, v: int, entry: Name) -> Refused | None:
+    def _refusal(self, version: Version, v: int, entry: Name) -> ScriptRefused | None:
         fence = self._fence_of(version.label)
         if version.e < fence:
-            return Refused("FENCED", [fence])
+            return ScriptRefused("FENCED", [fence])
         if version.e < entry.part_epoch:
-            return Refused("FENCED", [entry.part_epoch])
+            return ScriptRefused("FENCED", [entry.part_epoch])
         if entry.v == 0 or version.e > entry.e:
             return None
         if version.e < entry.e:
-            return Refused("FENCED", [entry.e])
+            return ScriptRefused("FENCED", [entry.e])
         if version.s < entry.s:
-            return Refused("LOST" if version.auto else "STALE", [entry.s])
-        return Refused("LOST", [entry.s]) if version.s == entry.s and v < entry.v else None
+            return ScriptRefused("LOST" if version.auto else "STALE", [entry.s])
+        return ScriptRefused("LOST", [entry.s]) if version.s == entry.s and v < entry.v else None
 
     def _received(self, version: Version) -> int:
         return sum(key[:2] == (version.e, version.s) for key in self.parts[version.name])
@@ -310,7 +310,7 @@ class ProtocolMachine:
 
     def _get(self, client: str, seq: int, *wanted: str) -> list[list[Any]]:
         if client not in self.clients:
-            raise Refused("UNJOINED")
+            raise ScriptRefused("UNJOINED")
         picks = [
             (wanted[i], self._pick(client, 5 + i, wanted[i], wanted[i + 1]))  # counted as ARGV of the script
             for i in range(0, len(wanted), 2)
@@ -331,9 +331,9 @@ class ProtocolMachine:
 
     def _take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[list[Any]]:
         if client not in self.clients:
-            raise Refused("UNJOINED")
+            raise ScriptRefused("UNJOINED")
         if epoch < self._fence_of(label):
-            raise Refused("FENCED", [self._fence_of(label)])
+            raise ScriptRefused("FENCED", [self._fence_of(label)])
         rows: list[list[Any]] = []
         for name in sorted(name for name, entry in self.names.items() if name.startswith(prefix) and entry.v):
             entry = self.names[name]
@@ -350,7 +350,7 @@ class ProtocolMachine:
 
     def _touch(self, name: str) -> int:
         if name not in self.names or not self.names[name].v:
-            raise Refused("NOTFOUND")
+            raise ScriptRefused("NOTFOUND")
         return self.names[name].v
 
     def _pick(self, client: str, at: int, name: str, selector: str) -> int:
@@ -363,17 +363,17 @@ class ProtocolMachine:
                 or (version.st == "p" and version.owner == client)
             )
             if version is None or not alive or version.name != name:
-                raise Refused("GONE", [at, entry.v if entry else 0, entry.s if entry else 0])
+                raise ScriptRefused("GONE", [at, entry.v if entry else 0, entry.s if entry else 0])
             return arg
         if entry is None or entry.v == 0:
-            raise Refused("NOTFOUND", [at])
+            raise ScriptRefused("NOTFOUND", [at])
         if mode == "s":
             for v in [entry.v, *entry.hist]:
                 if self.versions[v].s == arg:
                     return v
-            raise Refused("BEHIND" if entry.s < arg else "GONE", [at, entry.v, entry.s, entry.slot])
+            raise ScriptRefused("BEHIND" if entry.s < arg else "GONE", [at, entry.v, entry.s, entry.slot])
         if (mode == "m" and entry.s < arg) or (mode == "w" and entry.v < arg):
-            raise Refused("BEHIND", [at, entry.v, entry.s, entry.slot])
+            raise ScriptRefused("BEHIND", [at, entry.v, entry.s, entry.slot])
         return entry.v
 
     def _release(self, client: str, *leases: int) -> int:
@@ -386,15 +386,15 @@ class ProtocolMachine:
 
     def _delete(self, name: str, slot: int, expected: int | str, idle: int, label: str, epoch: int) -> int:
         if epoch < self._fence_of(label):
-            raise Refused("FENCED", [self._fence_of(label)])
+            raise ScriptRefused("FENCED", [self._fence_of(label)])
         entry, parts = self.names.get(name), list(self.parts.get(name, {}).values())
         if entry is None or (entry.v == 0 and not parts):
-            raise Refused("NOTFOUND")
+            raise ScriptRefused("NOTFOUND")
         if slot != entry.slot or expected not in ("", entry.v):
-            raise Refused("CHANGED", [entry.v, entry.slot])
+            raise ScriptRefused("CHANGED", [entry.v, entry.slot])
         every = ([entry.v] if entry.v else []) + entry.hist
         if idle and any(self.versions[v].refs for v in every):
-            raise Refused("LEASED")
+            raise ScriptRefused("LEASED")
         was = entry.v
         entry.v, entry.e, entry.s, entry.hist, entry.part_epoch = 0, 0, 0, [], -1
         for v in every:

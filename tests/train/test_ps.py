@@ -10,7 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.train.ps.clocks import Admit, Apply, Asked, Drop, Grant, Joined, Left, PsEffect, PsShard, Pushed, Refuse, Rule
+from rota.train.ps.clocks import (
+    AdmitWorker,
+    ApplyPushes,
+    DropPush,
+    GradientsPushed,
+    GrantTurn,
+    PsEffect,
+    PsShard,
+    RefuseWorker,
+    Rule,
+    TurnAsked,
+    WorkerJoined,
+    WorkerLeft,
+)
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 
@@ -18,20 +31,20 @@ DEEP = os.environ.get("ROTA_DEEP") == "1"
 def shard(workers: int = 2, **rule: object) -> PsShard:
     made = PsShard(rule=Rule(**rule))  # type: ignore[arg-type]
     for worker in range(workers):
-        assert made.handle(Joined(worker=worker, epoch=1)) == [Admit(worker=worker, clock=0)]
+        assert made.handle(WorkerJoined(worker=worker, epoch=1)) == [AdmitWorker(worker=worker, clock=0)]
     return made
 
 
 def ask(made: PsShard, worker: int, clock: int, epoch: int = 1) -> list[PsEffect]:
-    return made.handle(Asked(worker=worker, epoch=epoch, clock=clock))
+    return made.handle(TurnAsked(worker=worker, epoch=epoch, clock=clock))
 
 
 def push(made: PsShard, worker: int, clock: int, epoch: int = 1) -> list[PsEffect]:
-    return made.handle(Pushed(worker=worker, epoch=epoch, clock=clock))
+    return made.handle(GradientsPushed(worker=worker, epoch=epoch, clock=clock))
 
 
 def step(made: PsShard, worker: int, clock: int) -> list[PsEffect]:
-    assert ask(made, worker, clock) == [Grant(worker=worker, clock=clock)]
+    assert ask(made, worker, clock) == [GrantTurn(worker=worker, clock=clock)]
     return push(made, worker, clock)
 
 
@@ -39,17 +52,17 @@ def test_sync_applies_one_mean_of_all_in_rank_order_and_holds_the_fast_one() -> 
     made = shard(2, mode="ps_sync")
     assert step(made, 1, 0) == []
     assert ask(made, 1, 1) == [], "worker 0 has not pushed clock 0"
-    assert step(made, 0, 0) == [Apply(pushes=((0, 0), (1, 0)), weight=0.5), Grant(worker=1, clock=1)]
+    assert step(made, 0, 0) == [ApplyPushes(pushes=((0, 0), (1, 0)), weight=0.5), GrantTurn(worker=1, clock=1)]
 
 
 def test_sync_with_a_backup_worker_goes_on_and_drops_the_late_push() -> None:
     made = shard(3, mode="ps_sync", backup=1)
-    assert ask(made, 2, 0) == [Grant(worker=2, clock=0)]
+    assert ask(made, 2, 0) == [GrantTurn(worker=2, clock=0)]
     assert step(made, 0, 0) == []
-    assert step(made, 1, 0) == [Apply(pushes=((0, 0), (1, 0)), weight=0.5)]
-    assert push(made, 2, 0) == [Drop(worker=2, clock=0, why="LATE")]
+    assert step(made, 1, 0) == [ApplyPushes(pushes=((0, 0), (1, 0)), weight=0.5)]
+    assert push(made, 2, 0) == [DropPush(worker=2, clock=0, why="LATE")]
     assert made.dropped == 1
-    assert ask(made, 2, 1) == [Grant(worker=2, clock=1)]
+    assert ask(made, 2, 1) == [GrantTurn(worker=2, clock=1)]
 
 
 def test_a_worker_that_slept_through_clocks_goes_on_with_the_present_one() -> None:
@@ -57,54 +70,54 @@ def test_a_worker_that_slept_through_clocks_goes_on_with_the_present_one() -> No
     for clock in range(4):
         assert step(made, 0, clock) == []
         step(made, 1, clock)
-    assert ask(made, 2, 0) == [Grant(worker=2, clock=4)]
+    assert ask(made, 2, 0) == [GrantTurn(worker=2, clock=4)]
 
 
 def test_ssp_lets_the_fast_one_lead_by_s_and_no_more() -> None:
     made = shard(2, mode="ps_ssp", s=2)
     for clock in range(3):
-        assert step(made, 0, clock) == [Apply(pushes=((0, clock),), weight=1.0)]
+        assert step(made, 0, clock) == [ApplyPushes(pushes=((0, clock),), weight=1.0)]
     assert ask(made, 0, 3) == [], "iteration 3 would lead clock 0 by 3"
-    assert step(made, 1, 0) == [Apply(pushes=((1, 0),), weight=1.0), Grant(worker=0, clock=3)]
+    assert step(made, 1, 0) == [ApplyPushes(pushes=((1, 0),), weight=1.0), GrantTurn(worker=0, clock=3)]
 
 
 def test_async_weighs_and_refuses_by_staleness() -> None:
     made = shard(2, mode="ps_async", staleness_max=2, damp=True)
-    assert ask(made, 1, 0) == [Grant(worker=1, clock=0)]
+    assert ask(made, 1, 0) == [GrantTurn(worker=1, clock=0)]
     step(made, 0, 0)
     step(made, 0, 1)
-    assert push(made, 1, 0) == [Apply(pushes=((1, 0),), weight=1 / 3)]
-    assert ask(made, 1, 1) == [Grant(worker=1, clock=1)]
+    assert push(made, 1, 0) == [ApplyPushes(pushes=((1, 0),), weight=1 / 3)]
+    assert ask(made, 1, 1) == [GrantTurn(worker=1, clock=1)]
     for clock in range(2, 5):
         step(made, 0, clock)
-    assert push(made, 1, 1) == [Drop(worker=1, clock=1, why="STALE")]
+    assert push(made, 1, 1) == [DropPush(worker=1, clock=1, why="STALE")]
 
 
 @pytest.mark.parametrize("mode", ["ps_sync", "ps_async", "ps_ssp"])
 def test_a_repeated_push_is_applied_once_and_one_out_of_turn_never(mode: str) -> None:
     made = shard(1, mode=mode)
-    assert push(made, 0, 0) == [Refuse(worker=0, why="NOT_ITS_TURN")]
-    assert step(made, 0, 0) == [Apply(pushes=((0, 0),), weight=1.0)]
-    assert push(made, 0, 0) == [Drop(worker=0, clock=0, why="REPEATED")]
-    assert push(made, 0, 5) == [Refuse(worker=0, why="NOT_ITS_TURN")]
-    assert push(made, 7, 0) == [Refuse(worker=7, why="UNKNOWN")]
+    assert push(made, 0, 0) == [RefuseWorker(worker=0, why="NOT_ITS_TURN")]
+    assert step(made, 0, 0) == [ApplyPushes(pushes=((0, 0),), weight=1.0)]
+    assert push(made, 0, 0) == [DropPush(worker=0, clock=0, why="REPEATED")]
+    assert push(made, 0, 5) == [RefuseWorker(worker=0, why="NOT_ITS_TURN")]
+    assert push(made, 7, 0) == [RefuseWorker(worker=7, why="UNKNOWN")]
 
 
 def test_nobody_waits_for_the_dead_and_an_old_epoch_is_fenced() -> None:
     made = shard(2, mode="ps_sync")
     step(made, 0, 0)
     assert ask(made, 0, 1) == []
-    gone = made.handle(Left(worker=1, epoch=2))
-    assert gone == [Apply(pushes=((0, 0),), weight=1.0), Grant(worker=0, clock=1)]
-    assert ask(made, 1, 0) == [Refuse(worker=1, why="FENCED")]
-    assert made.handle(Joined(worker=1, epoch=3)) == [Admit(worker=1, clock=1)]
+    gone = made.handle(WorkerLeft(worker=1, epoch=2))
+    assert gone == [ApplyPushes(pushes=((0, 0),), weight=1.0), GrantTurn(worker=0, clock=1)]
+    assert ask(made, 1, 0) == [RefuseWorker(worker=1, why="FENCED")]
+    assert made.handle(WorkerJoined(worker=1, epoch=3)) == [AdmitWorker(worker=1, clock=1)]
 
 
 def test_a_worker_that_dies_after_its_push_does_not_push_that_clock_again() -> None:
     made = shard(2, mode="ps_sync")
     assert step(made, 0, 0) == []
-    assert made.handle(Joined(worker=0, epoch=2)) == [Admit(worker=0, clock=1)]
-    assert step(made, 1, 0) == [Apply(pushes=((0, 0), (1, 0)), weight=0.5)]
+    assert made.handle(WorkerJoined(worker=0, epoch=2)) == [AdmitWorker(worker=0, clock=1)]
+    assert step(made, 1, 0) == [ApplyPushes(pushes=((0, 0), (1, 0)), weight=0.5)]
 
 
 def test_whoever_joins_ssp_starts_at_the_slowest_clock_also_when_all_had_left() -> None:
@@ -112,10 +125,12 @@ def test_whoever_joins_ssp_starts_at_the_slowest_clock_also_when_all_had_left() 
     for clock in range(3):
         step(made, 0, clock)
     step(made, 1, 0)
-    assert made.handle(Joined(worker=2, epoch=1)) == [Admit(worker=2, clock=1)]
+    assert made.handle(WorkerJoined(worker=2, epoch=1)) == [AdmitWorker(worker=2, clock=1)]
     for worker in range(3):
-        made.handle(Left(worker=worker, epoch=2))
-    assert made.handle(Joined(worker=0, epoch=3)) == [Admit(worker=0, clock=1)], "the last to leave was at 1"
+        made.handle(WorkerLeft(worker=worker, epoch=2))
+    assert made.handle(WorkerJoined(worker=0, epoch=3)) == [AdmitWorker(worker=0, clock=1)], (
+        "the last to leave was at 1"
+    )
 
 
 class Checked:
@@ -130,27 +145,27 @@ class Checked:
         self.settled: Counter[tuple[int, int]] = Counter()
         self.acknowledged: list[tuple[int, int]] = []
         for worker in range(workers):
-            self.take(self.shard.handle(Joined(worker=worker, epoch=1)))
+            self.take(self.shard.handle(WorkerJoined(worker=worker, epoch=1)))
 
     def take(self, effects: list[PsEffect]) -> None:
         rule = self.shard.rule
         for effect in effects:
             match effect:
-                case Admit(worker=worker, clock=clock):
+                case AdmitWorker(worker=worker, clock=clock):
                     self.next[worker] = clock
                     self.running.pop(worker, None)
-                case Grant(worker=worker, clock=clock):
+                case GrantTurn(worker=worker, clock=clock):
                     self.running[worker] = clock
                     lead = clock - self.shard.low
                     assert rule.mode != "ps_ssp" or lead <= rule.s, f"lead {lead} > {rule.s}"
                     assert rule.mode != "ps_sync" or clock == self.shard.version or rule.backup
-                case Apply(pushes=pushes):
+                case ApplyPushes(pushes=pushes):
                     self.settled.update(pushes)
                     assert list(pushes) == sorted(pushes)
-                case Drop(worker=worker, clock=clock, why=why):
+                case DropPush(worker=worker, clock=clock, why=why):
                     if why != "REPEATED":
                         self.settled[worker, clock] += 1
-                case Refuse():
+                case RefuseWorker():
                     raise AssertionError(f"{effect} in a history without mistakes")
 
     def do(self, worker: int, kill: bool, repeat: bool) -> None:
@@ -158,17 +173,17 @@ class Checked:
         epoch = self.epoch[worker]
         if kill:
             self.epoch[worker] = epoch + 1
-            self.take(self.shard.handle(Joined(worker=worker, epoch=epoch + 1)))
+            self.take(self.shard.handle(WorkerJoined(worker=worker, epoch=epoch + 1)))
         elif worker in self.running:
             clock = self.running.pop(worker)
-            event = Pushed(worker=worker, epoch=epoch, clock=clock)
+            event = GradientsPushed(worker=worker, epoch=epoch, clock=clock)
             self.acknowledged.append((worker, clock))
             self.take(self.shard.handle(event))
             self.next[worker] = self.shard.clocks[worker]
             if repeat:
-                assert self.shard.handle(event) == [Drop(worker=worker, clock=clock, why="REPEATED")]
+                assert self.shard.handle(event) == [DropPush(worker=worker, clock=clock, why="REPEATED")]
         elif worker not in self.shard.waiting:
-            self.take(self.shard.handle(Asked(worker=worker, epoch=epoch, clock=self.next[worker])))
+            self.take(self.shard.handle(TurnAsked(worker=worker, epoch=epoch, clock=self.next[worker])))
         clocks = self.shard.clocks.values()
         if self.shard.rule.mode == "ps_ssp":
             assert max(clocks) - min(clocks) <= self.shard.rule.s + 1, "finished iterations lead by s + 1 at most"

@@ -33,7 +33,7 @@ Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor to publish: its dtype and shape by name, its contiguous bytes (a numpy array, on a device a tensor)."""
 
     dtype: str
@@ -67,7 +67,7 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def source_of(value: Tensor, *, device: bool = False) -> Source:
+def source_of(value: Tensor, *, device: bool = False) -> TensorSource:
     """Bytes of a dense tensor or array, contiguous and on the CPU; for a ``device`` as a tensor where it is.
 
     Raises UnsupportedTensor for any other.
@@ -85,7 +85,7 @@ def source_of(value: Tensor, *, device: bool = False) -> Source:
         raise errors.UnsupportedTensor(
             f"numpy dtype {array.dtype} cannot be shared", dtype=str(array.dtype), layout="numpy"
         )
-    return Source(name, array.shape, _as_bytes(np.ascontiguousarray(array)))
+    return TensorSource(name, array.shape, _as_bytes(np.ascontiguousarray(array)))
 
 
 def view_of(layout: Layout, holder: Holder, base: int, as_: str) -> Tensor:
@@ -135,7 +135,7 @@ def _as_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Bytes
     return array.reshape(-1).view(np.uint8)
 
 
-def _torch_source(value: Tensor, *, device: bool = False) -> Source:
+def _torch_source(value: Tensor, *, device: bool = False) -> TensorSource:
     torch = load_torch()
     dtype = str(value.dtype).removeprefix("torch.")
     layout = str(value.layout).removeprefix("torch.")
@@ -148,7 +148,7 @@ def _torch_source(value: Tensor, *, device: bool = False) -> Source:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    return Source(dtype, tuple(plain.shape), flat if device else flat.numpy())
+    return TensorSource(dtype, tuple(plain.shape), flat if device else flat.numpy())
 
 
 def view_in(flat: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -34,7 +34,7 @@ _AWAY_S_MAX: Final = 60.0
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,64}$")]
 
 
-class Command(BaseModel):
+class BridgeCommand(BaseModel):
     """One command. ``device`` -1 is the CPU; ``step`` and ``version`` as in ``Plane.put`` and ``Plane.get``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -141,7 +141,7 @@ class Bridge:
             reply_id = _reply_id(words.get("id"))
             if waiting > WAITING_MAX:
                 raise LimitExceeded(f"{waiting} commands are waiting, the limit is {WAITING_MAX}")
-            reply = self._do(Command.model_validate(words))
+            reply = self._do(BridgeCommand.model_validate(words))
             self.done += 1
             return reply_id, {"ok": True, **reply}
         except ValidationError as error:
@@ -153,7 +153,7 @@ class Bridge:
         self.refused += 1
         return reply_id, {"ok": False, "error": refusal.code, "message": str(refusal)}
 
-    def _do(self, command: Command) -> Fields:
+    def _do(self, command: BridgeCommand) -> Fields:
         client = self._client(command)
         match command.op:
             case "create":
@@ -178,7 +178,7 @@ class Bridge:
                 pass
         return {"name": command.name}
 
-    def _create(self, client: _Client, command: Command) -> Fields:
+    def _create(self, client: _Client, command: BridgeCommand) -> Fields:
         """Memory for a new version: pending, or with ``commit`` published at once, zero-filled and mutable."""
         name, dtype = command.name, long_dtype(command.dtype)
         client.abort(name)
@@ -222,7 +222,7 @@ class Bridge:
         facts = {"version": row.version, "state": row.state, "step": row.step, "bytes": row.payload}
         return {"name": name, **facts, "leases": row.refs, "device": -1, **json.loads(row.desc or "{}")}
 
-    def _client(self, command: Command) -> _Client:
+    def _client(self, command: BridgeCommand) -> _Client:
         until_s = self._clock.monotonic_s() + command.ttl_s
         client = self._clients.get(command.client)
         if client is None:

@@ -176,7 +176,7 @@ class ProtocolBreach(TensorError):
 
 
 @contextlib.contextmanager
-def making_files() -> Iterator[None]:
+def file_errors() -> Iterator[None]:
     """Say as an error of ours that the small files of a client have no room, or no folder to lie in.
 
     Raises OutOfMemory, BadInput.

@@ -121,7 +121,7 @@ class GenerationTable(LockFile):
             self.words[word] = 0
 
     @contextlib.contextmanager
-    def changing(self, slot: int, name: str) -> Iterator[None]:
+    def slot_lock(self, slot: int, name: str) -> Iterator[None]:
         """Hold the slot's lock, its version set to 0. Raises PublishBlocked after a second, with the pid inside."""
         stripe = self._stripes[slot % _STRIPES]
         with stripe:

@@ -14,11 +14,11 @@ from typing import Final, Literal, TypedDict
 
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES
-from rota.tensors.devices.client import PLACE_BYTES, Place
+from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.locks import clients_in, is_alive, read_file
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import STATES, Dump, Row
-from rota.tensors.segments import Header
+from rota.tensors.segments import BlockHeader
 from rota.tensors.session import Session, remove_vanished, shm_base
 from rota.tensors.space import Space
 
@@ -169,7 +169,7 @@ class GcDocument(TypedDict):
 
 
 class DoctorDocument(TypedDict):
-    """The document of ``rota tensors doctor``; each check as a ``Finding``."""
+    """The document of ``rota tensors doctor``; each check as a ``StoreCheck``."""
 
     checks: list[dict[str, object]]
 
@@ -236,13 +236,13 @@ def _tier(path: Path, device: str) -> str:
     return "device" if device else "file" if path.is_symlink() else "memory"
 
 
-def _header(space: Space, fields: Mapping[str, str]) -> Header | None:
+def _header(space: Space, fields: Mapping[str, str]) -> BlockHeader | None:
     """The header of a version's block; None when its file is gone."""
     try:
         raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
     except FileNotFoundError:
         return None
-    return Header.unpack(raw, fields["seg"], settled=False)
+    return BlockHeader.unpack(raw, fields["seg"], settled=False)
 
 
 def top(space: Space, n_max: int = 20) -> TopDocument:
@@ -422,7 +422,7 @@ def _on_devices(space: Space, dump: dict[str, Dump]) -> Iterator[tuple[str, dict
             header = _header(space, fields)
             if header is not None:
                 raw = space.segments.read(fields["seg"], int(fields["off"]) + header.offset, PLACE_BYTES)
-                yield key[2:], fields, device, Place.unpack(raw).keeper
+                yield key[2:], fields, device, DevicePlace.unpack(raw).keeper
 
 
 def _check_devices(space: Space, dump: dict[str, Dump]) -> list[Violation]:
@@ -498,7 +498,7 @@ _LEASE_OLD_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StoreCheck:
     """One check: ``ok``, ``warn`` or ``fail``, what was found, what to do."""
 
     name: str
@@ -507,42 +507,42 @@ class Finding:
     remedy: str = ""
 
 
-def _server(session: Session) -> Finding:
+def _server(session: Session) -> StoreCheck:
     facts = session.machine.info("server") | session.machine.info("memory")
     name = "valkey" if "valkey_version" in facts else "redis"
     version = facts.get("valkey_version") or facts.get("redis_version", "?")
     ours = "started here" if session.server.ours else "given by URL"
     text = f"{name} {version}, {ours}, {facts.get('used_memory_human', '?')}, at {session.server.address.url}"
-    return Finding(name="registry server", level="ok", value=text)
+    return StoreCheck(name="registry server", level="ok", value=text)
 
 
-def _socket(session: Session) -> Finding:
+def _socket(session: Session) -> StoreCheck:
     path = session.server.address.path
     if not path:
         remedy = "a handle of memory carries no permission check: use an ACL user, or a unix socket"
-        return Finding(name="registry access", level="warn", value=session.server.address.url, remedy=remedy)
+        return StoreCheck(name="registry access", level="warn", value=session.server.address.url, remedy=remedy)
     mode = stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode)  # noqa: PTH116, PTH120  # a socket's folder, by its text
     if mode & 0o077:
-        return Finding(name="registry access", level="fail", value=f"folder mode {mode:04o}", remedy="chmod 700")
-    return Finding(name="registry access", level="ok", value=f"unix socket, folder mode {mode:04o}")
+        return StoreCheck(name="registry access", level="fail", value=f"folder mode {mode:04o}", remedy="chmod 700")
+    return StoreCheck(name="registry access", level="ok", value=f"unix socket, folder mode {mode:04o}")
 
 
-def _memory(folder: Path) -> list[Finding]:
+def _memory(folder: Path) -> list[StoreCheck]:
     facts = os.statvfs(folder)
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     kind = _file_system(str(folder))
     found = [
-        Finding(name="shared memory", level="ok", value=f"{kind} at {folder}, {size >> 20} MiB, {free >> 20} free")
+        StoreCheck(name="shared memory", level="ok", value=f"{kind} at {folder}, {size >> 20} MiB, {free >> 20} free")
     ]
     if kind != "tmpfs":
         remedy = "set ROTA_SHM_DIR to a tmpfs: on a disk every publish is ten times slower"
-        found.append(Finding(name="shared memory kind", level="fail", value=kind, remedy=remedy))
+        found.append(StoreCheck(name="shared memory kind", level="fail", value=kind, remedy=remedy))
     if size < _SHM_BYTES_MIN:
         remedy = "start the container with a larger shm size (docker run --shm-size)"
-        found.append(Finding(name="shared memory size", level="fail", value=f"{size >> 20} MiB", remedy=remedy))
+        found.append(StoreCheck(name="shared memory size", level="fail", value=f"{size >> 20} MiB", remedy=remedy))
     if free < size * _SHM_FREE_SHARE_MIN:
         remedy = "rota tensors top shows who holds it; rota tensors gc gives free blocks back"
-        found.append(Finding(name="shared memory free", level="warn", value=f"{free >> 20} MiB", remedy=remedy))
+        found.append(StoreCheck(name="shared memory free", level="warn", value=f"{free >> 20} MiB", remedy=remedy))
     return found
 
 
@@ -556,15 +556,15 @@ def _file_system(path: str) -> str:
     return kind
 
 
-def _open_files() -> Finding:
+def _open_files() -> StoreCheck:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES_MIN:
         remedy = f"ulimit -n {min(hard, 65536)}: each large tensor in use keeps a file open"
-        return Finding(name="open files", level="warn", value=str(soft), remedy=remedy)
-    return Finding(name="open files", level="ok", value=str(soft))
+        return StoreCheck(name="open files", level="warn", value=str(soft), remedy=remedy)
+    return StoreCheck(name="open files", level="ok", value=str(soft))
 
 
-def _old_leases(session: Session) -> Finding:
+def _old_leases(session: Session) -> StoreCheck:
     now_ms, oldest = session.clock.wall_s() * 1000, 0.0
     what = ""
     for key, fields in session.space.registry.dump().items():
@@ -573,8 +573,8 @@ def _old_leases(session: Session) -> Finding:
             oldest, what = age_ms, f"{fields['name']} v{key[2:]}, {fields['len']} bytes"
     if what:
         remedy = "rota tensors stat NAME shows the holders; their views keep the memory"
-        return Finding(name="old leases", level="warn", value=f"{what}, for {oldest / 1000:.0f} s", remedy=remedy)
-    return Finding(name="old leases", level="ok", value=f"none over {_LEASE_OLD_S:.0f} s")
+        return StoreCheck(name="old leases", level="warn", value=f"{what}, for {oldest / 1000:.0f} s", remedy=remedy)
+    return StoreCheck(name="old leases", level="ok", value=f"none over {_LEASE_OLD_S:.0f} s")
 
 
 def doctor(session: Session | None) -> DoctorDocument:
@@ -585,7 +585,7 @@ def doctor(session: Session | None) -> DoctorDocument:
     if session is None:
         base = shm_base()
         there = next(folder for folder in (base, *base.parents) if folder.exists())
-        none = Finding(name="registry server", level="ok", value="none runs here: nothing is shared")
+        none = StoreCheck(name="registry server", level="ok", value="none runs here: nothing is shared")
         found = [none, *_memory(there), _open_files()]
     else:
         folder = session.space.folder

@@ -35,7 +35,7 @@ from rota.tensors.core import (
 )
 from rota.tensors.devices.client import load, socket_folder
 from rota.tensors.locks import take_if_dead
-from rota.tensors.registry import Refused
+from rota.tensors.registry import ScriptRefused
 from rota.tensors.session import is_last
 
 _TICK_S: Final = 0.05
@@ -46,7 +46,7 @@ _LINE_BYTES_MAX: Final = 1 << 16
 _SLAB: Final = "ROTA_TENSORS_SLAB_BYTES"
 
 
-class Keeper:
+class DeviceKeeper:
     """The slabs of one device and which version has which range of them."""
 
     def __init__(self, plane: Plane, driver: str, uuid: str) -> None:
@@ -168,10 +168,10 @@ class Keeper:
             os.close(fd)
 
 
-class Server:
+class KeeperServer:
     """Answers clients of a keeper, one line at a time."""
 
-    def __init__(self, keeper: Keeper, folder: Path) -> None:
+    def __init__(self, keeper: DeviceKeeper, folder: Path) -> None:
         self._keeper = keeper
         self._select = selectors.DefaultSelector()
         self._partial: dict[socket.socket, bytes] = {}
@@ -225,12 +225,12 @@ def main() -> None:
     home, url = environ.Home.of(root), environ.get(environ.REDIS_URL)
     plane = Plane.join(home, url, namespace, sealed=False, keep=False, keeper=True)
     session, clock = plane._session, plane._session.clock
-    keeper = Keeper(plane, driver, uuid)
-    server = Server(keeper, session.space.folder / "k")
+    keeper = DeviceKeeper(plane, driver, uuid)
+    server = KeeperServer(keeper, session.space.folder / "k")
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: ended.append(signum))
     alone_s = clock.monotonic_s()
-    with contextlib.suppress(RegistryUnavailable, Refused, FileNotFoundError):
+    with contextlib.suppress(RegistryUnavailable, ScriptRefused, FileNotFoundError):
         while True:
             server.serve_for(_TICK_S)
             if ended or not session.space.file.path.exists():

@@ -24,21 +24,21 @@ import numpy as np
 from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.locks import ClientFile
-from rota.tensors.registry import Block
-from rota.tensors.segments import Header, Segments
+from rota.tensors.registry import PartBlock
+from rota.tensors.segments import BlockHeader, Segments
 
 _PAGE: Final = mmap.ALLOCATIONGRANULARITY
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlock:
     """One block in this process: the object to build views on, and where the block begins in it."""
 
     holder: Holder
     base: int
 
 
-class _Watch(weakref.ref[Holder]):
+class _HolderRef(weakref.ref[Holder]):
     """Reports the end of a holder by a call of the deque itself: no handler of a signal can come between."""
 
     __slots__ = ("lease",)
@@ -52,9 +52,9 @@ class _Lease:
 
     def __init__(self, version: int, seq: int, mirror: int) -> None:
         self.version, self.seq, self.mirror = version, seq, mirror
-        self.refs: dict[int, _Watch] = {}
+        self.refs: dict[int, _HolderRef] = {}
         self.bases: dict[int, int] = {}
-        self.open: list[tuple[_Watch, int]] = []
+        self.open: list[tuple[_HolderRef, int]] = []
 
 
 class Leases:
@@ -65,7 +65,7 @@ class Leases:
         self._mirror = mirror
         self._lock = threading.RLock()  # a signal's handler may use the store in the middle of a call
         self._table: dict[int, _Lease] = {}
-        self._ended: deque[_Watch] = deque()
+        self._ended: deque[_HolderRef] = deque()
         self._seq = 0
         self._getting: set[int] = set()
         self._idle: list[_Lease] = []
@@ -79,7 +79,7 @@ class Leases:
         return len(self._ended)
 
     @contextlib.contextmanager
-    def getting(self) -> Iterator[int]:
+    def get_number(self) -> Iterator[int]:
         """A sequence number above all before it, for one get from its call of the registry until it holds.
 
         Two threads may get one version in the other order than their numbers: the registry then has the higher one,
@@ -96,7 +96,7 @@ class Leases:
             with self._lock:
                 self._getting.discard(seq)
 
-    def hold(self, version: int, seq: int, blocks: Sequence[Block], *, sealed: bool) -> list[Held]:
+    def hold(self, version: int, seq: int, blocks: Sequence[PartBlock], *, sealed: bool) -> list[HeldBlock]:
         """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again."""
         with self._lock:
             lease = self._table.get(version)
@@ -105,7 +105,7 @@ class Leases:
             try:
                 lease.seq = max(lease.seq, seq)
                 if not sealed and lease.open:
-                    alive = [Held(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
+                    alive = [HeldBlock(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
                     if len(alive) == len(lease.open):
                         return alive
                 held = [self._map(block, sealed) for block in blocks]
@@ -158,7 +158,7 @@ class Leases:
                     start = raw.__array_interface__["data"][0]
                     if start <= address < start + raw.nbytes:
                         base = lease.bases.get(id(ref), 0)
-                        header = Header.unpack(
+                        header = BlockHeader.unpack(
                             raw[base : base + HEADER_BYTES].tobytes(), "a leased block", settled=False
                         )
                         return header.name, lease.version
@@ -169,21 +169,21 @@ class Leases:
         with self._lock:
             return [(lease.version, lease.seq) for lease in self._table.values()]
 
-    def _map(self, block: Block, sealed: bool) -> Held:
+    def _map(self, block: PartBlock, sealed: bool) -> HeldBlock:
         mapping = self._segments.open(block.seg)
         if not sealed:
             array = (ctypes.c_ubyte * block.bytes).from_buffer(mapping.map, block.offset)
-            return Held(array, 0)
+            return HeldBlock(array, 0)
         start = block.offset // _PAGE * _PAGE
         base = block.offset - start
         fd = os.open(self._segments.path(block.seg), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return Held(mmap.mmap(fd, base + block.bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start), base)
+            return HeldBlock(mmap.mmap(fd, base + block.bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start), base)
         finally:
             os.close(fd)
 
-    def _watch(self, lease: _Lease, held: Held) -> _Watch:
-        ref = _Watch(held.holder, self._ended.append)
+    def _watch(self, lease: _Lease, held: HeldBlock) -> _HolderRef:
+        ref = _HolderRef(held.holder, self._ended.append)
         ref.lease = lease
         lease.bases[id(ref)] = held.base
         lease.refs[id(ref)] = ref

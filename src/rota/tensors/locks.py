@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 from rota.runtime import environ
 from rota.tensors.core import Fields
-from rota.tensors.errors import making_files
+from rota.tensors.errors import file_errors
 
 _Key = tuple[int, int, int]
 _opened: weakref.WeakValueDictionary[_Key, LockFile] = weakref.WeakValueDictionary()
@@ -207,7 +207,7 @@ class ClientFile:
     def _grow(self, count: int) -> None:
         before = 0 if self._words is None else self._count
         size = _IDENTITY_BYTES + count * _WORD
-        with making_files():
+        with file_errors():
             os.posix_fallocate(self._fd, 0, size)
         if self._words is not None:
             self._words.release()

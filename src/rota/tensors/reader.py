@@ -22,11 +22,11 @@ from rota.tensors.core import (
     Tensor,
     check_count,
 )
-from rota.tensors.devices.client import Place
+from rota.tensors.devices.client import DevicePlace
 from rota.tensors.errors import failpoint
-from rota.tensors.leases import Held
-from rota.tensors.registry import Block, Leased, Refused, Taken
-from rota.tensors.segments import Header
+from rota.tensors.leases import HeldBlock
+from rota.tensors.registry import Leased, PartBlock, ScriptRefused, Taken
+from rota.tensors.segments import BlockHeader
 from rota.tensors.space import Space
 
 CACHE_MAX: Final = 4096
@@ -77,7 +77,7 @@ class Snapshot(dict[str, Tensor]):
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
 
 
-class Record:
+class ChannelRecord:
     """One record of a channel, this consumer's until ``Channel.ack`` or ``nack``, or until this object is dropped.
 
     ``tries`` counts how often it was taken, this time included. Its tensors stay valid as long as any view lives.
@@ -90,7 +90,7 @@ class Record:
         self.lease: object = lease
 
 
-class Reader:
+class TensorReader:
     """The read path of one namespace. ``cache`` and ``words`` are read by the fast path of ``Plane.get``."""
 
     def __init__(self, space: Space, *, sealed: bool, check: bool) -> None:
@@ -174,7 +174,7 @@ class Reader:
             seen = self._space.table.creations
             try:
                 return self._space.retry(lambda: self._get(wanted, sealed, as_))
-            except Refused as refused:
+            except ScriptRefused as refused:
                 left_s = deadline_s - self._space.clock.monotonic_s()
                 if refused.code not in ("NOTFOUND", "BEHIND") or left_s <= 0:
                     self._raise(refused, wanted, wait_s)
@@ -185,40 +185,40 @@ class Reader:
         leased, held = self.lease(wanted, sealed=sealed)
         return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
 
-    def lease(self, wanted: Sequence[tuple[str, str]], *, sealed: bool) -> tuple[list[Leased], list[list[Held]]]:
+    def lease(self, wanted: Sequence[tuple[str, str]], *, sealed: bool) -> tuple[list[Leased], list[list[HeldBlock]]]:
         """Lease and map one version of each name. Raises Refused, EpochChanged."""
         space = self._space
-        with space.leases.getting() as seq:
+        with space.leases.get_number() as seq:
             epoch = space.table.epoch
             try:
                 leased = space.registry.get(space.client, seq, wanted)
                 return leased, self._hold(seq, leased, sealed, epoch)
-            except (Refused, RotaError):
+            except (ScriptRefused, RotaError):
                 raise
             except BaseException:  # Ctrl-C: it may have been done, and nobody would end the leases
                 again = [one.version for one in space.registry.get(space.client, seq, wanted)]
                 space.registry.release(space.client, [(v, seq) for v in again if not space.leases.has(v)])
                 raise
 
-    def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[Record]:
+    def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[ChannelRecord]:
         """The first records of a channel that no consumer has, leased."""
         space = self._space
-        with space.leases.getting() as seq:  # around all tries: a repeated question gets the same records
+        with space.leases.get_number() as seq:  # around all tries: a repeated question gets the same records
 
-            def ask() -> tuple[list[Taken], list[list[Held]]]:
+            def ask() -> tuple[list[Taken], list[list[HeldBlock]]]:
                 before = space.table.epoch
                 taken = space.registry.take(space.client, seq, prefix, n_max, label, epoch)
                 return taken, self._hold(seq, [each.leased for each in taken], self.sealed, before)
 
             taken, held = space.retry(ask)
-        out: list[Record] = []
+        out: list[ChannelRecord] = []
         for each, holders in zip(taken, held, strict=True):
             ((tensors, meta),) = self._views(each.leased, holders, as_)
             holder = [one.holder for one in holders]
-            out.append(Record(each.name, int(each.name[-20:]), each.tries, tensors, meta, holder))
+            out.append(ChannelRecord(each.name, int(each.name[-20:]), each.tries, tensors, meta, holder))
         return out
 
-    def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[Held]]:
+    def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[HeldBlock]]:
         """Map what was just leased. Raises EpochChanged when the registry was rebuilt since ``epoch``."""
         space = self._space
         failpoint("leased")
@@ -234,11 +234,11 @@ class Reader:
         failpoint("mapped")
         return held
 
-    def _views(self, leased: Leased, held: list[Held], as_: str) -> Parts:
+    def _views(self, leased: Leased, held: list[HeldBlock], as_: str) -> Parts:
         parts: list[tuple[int, dict[str, Tensor], Json]] = []
         for block, each in zip(leased.blocks, held, strict=True):
             raw = memoryview(each.holder)
-            header = Header.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg, settled=False)
+            header = BlockHeader.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg, settled=False)
             if header.version != block.version:
                 where = f"{block.seg}+{block.offset}"
                 text = f"{where}: holds version {header.version}, the registry says {block.version}"
@@ -256,7 +256,7 @@ class Reader:
                 Layout(name, dtype, tuple(shape), first + at, n) for name, dtype, shape, at, n in manifest["tensors"]
             ]
             if device:
-                place = Place.unpack(raw[each.base + header.offset :])
+                place = DevicePlace.unpack(raw[each.base + header.offset :])
                 tensors = self._on_device(header, device, place, layouts, each, as_, sealed=raw.readonly)
             else:
                 tensors = {layout.name: view_of(layout, each.holder, each.base, as_) for layout in layouts}
@@ -265,7 +265,15 @@ class Reader:
         return [(tensors, meta) for _, tensors, meta in parts]
 
     def _on_device(
-        self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str, *, sealed: bool
+        self,
+        header: BlockHeader,
+        device: str,
+        place: DevicePlace,
+        layouts: list[Layout],
+        held: HeldBlock,
+        as_: str,
+        *,
+        sealed: bool,
     ) -> dict[str, Tensor]:
         name, devices = header.name, self._space.devices
         if devices is None:
@@ -287,7 +295,7 @@ class Reader:
             blocking_sleep(min(delay_s, max(start_s + limit_s - now_s, 0)))
             delay_s = min(2 * delay_s, _POLL_MAX_S if now_s - start_s < _POLL_SHORT_FOR_S else _POLL_LONG_S)
 
-    def _raise(self, refused: Refused, wanted: Sequence[tuple[str, str]], wait_s: float) -> NoReturn:
+    def _raise(self, refused: ScriptRefused, wanted: Sequence[tuple[str, str]], wait_s: float) -> NoReturn:
         space = self._space
         name, selector = wanted[(int(refused.words[0]) - 5) // 2] if refused.words else wanted[0]
         match refused.code:
@@ -332,7 +340,7 @@ def _merged(parts: Parts) -> dict[str, Tensor]:
     return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}
 
 
-def _manifest(raw: bytes, block: Block) -> Fields:
+def _manifest(raw: bytes, block: PartBlock) -> Fields:
     """The description before the tensors: JSON and nothing else, since no content of shared memory is executed."""
     try:
         return json.loads(raw)

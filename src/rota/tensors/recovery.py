@@ -15,10 +15,10 @@ from rota.runtime.process import write_private
 from rota.runtime.redis.client import Argument
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe
-from rota.tensors.errors import making_files
+from rota.tensors.errors import file_errors
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.registry import RedisMachine
-from rota.tensors.segments import PREPARED, READY, Header, Segments
+from rota.tensors.segments import PREPARED, READY, BlockHeader, Segments
 from rota.tensors.space import Space
 
 _SETTLE_S: Final = 0.01
@@ -39,13 +39,13 @@ class Notes(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedBlock:
     """One block on disk and what its header says (None: never written, or unreadable)."""
 
     seg: str
     offset: int
     block: int
-    header: Header | None
+    header: BlockHeader | None
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def blocks_of(seg: str, file_bytes: int) -> tuple[int, int]:
     return block, 1 if file_bytes < 2 * block else blocks_in_slab(block)
 
 
-def scan(segments: Segments, *, dry_run: bool) -> Iterator[Found]:
+def scan(segments: Segments, *, dry_run: bool) -> Iterator[ScannedBlock]:
     """Every block of every segment file; a header with a bad checksum differs from one never written."""
     for seg, size in segments.files():
         block, count = blocks_of(seg, size)
@@ -79,12 +79,12 @@ def scan(segments: Segments, *, dry_run: bool) -> Iterator[Found]:
             for index in range(count):
                 raw = os.pread(file.fileno(), HEADER_BYTES, index * block)
                 if not raw.strip(b"\0"):
-                    yield Found(seg, index * block, block, None)
+                    yield ScannedBlock(seg, index * block, block, None)
                     continue
                 try:
-                    yield Found(seg, index * block, block, Header.unpack(raw, seg, settled=True))
+                    yield ScannedBlock(seg, index * block, block, BlockHeader.unpack(raw, seg, settled=True))
                 except errors.Corrupt:
-                    yield Found(seg, index * block, -block, None)
+                    yield ScannedBlock(seg, index * block, -block, None)
 
 
 def read_notes(folder: Path) -> Notes:
@@ -102,7 +102,7 @@ def write_note(space: Space, kind: Literal["fences", "pins"], key: str, value: i
         notes[kind].pop(key, None)
     else:
         notes[kind][key] = value
-    with making_files():
+    with file_errors():
         write_private(space.folder / _NOTES, json.dumps(notes))
 
 
@@ -156,17 +156,17 @@ class _Plan:
         self.newest = space.table.newest()  # no header tells of an id whose block was given back
         self.top_slot = 0
         self.slots_max = len(space.table.words) // 2 - 1
-        self._found: dict[int, Found] = {}
-        self._blocks: list[Found] = []
+        self._found: dict[int, ScannedBlock] = {}
+        self._blocks: list[ScannedBlock] = []
         self._versions: dict[int, Fields] = {}
         self._names: dict[str, Fields] = {}
         self._parts: dict[str, dict[str, int]] = defaultdict(dict)
         self._leases: dict[str, list[int]] = {}
 
-    def take_headers(self, found: list[Found]) -> None:
+    def take_headers(self, found: list[ScannedBlock]) -> None:
         """Decide which headers stand for versions."""
         self._blocks = found
-        slots: dict[int, list[Header]] = defaultdict(list)
+        slots: dict[int, list[BlockHeader]] = defaultdict(list)
         for each in found:
             if each.header is None:
                 if each.block < 0:
@@ -179,7 +179,7 @@ class _Plan:
             self.top_slot = max(self.top_slot, slot)
             self._take_slot(slot, sorted(headers, key=lambda header: -header.version))
 
-    def _take_slot(self, slot: int, headers: list[Header]) -> None:
+    def _take_slot(self, slot: int, headers: list[BlockHeader]) -> None:
         table = self._space.table
         floor = table.last(slot) + (1 if table.deleted(slot) else 0)
         fresh = [header for header in headers if header.version >= floor]
@@ -197,7 +197,7 @@ class _Plan:
             if header.version > above or header.version not in self._versions:
                 self._take_pending(header)
 
-    def _take_step(self, head: Header, headers: list[Header]) -> bool:
+    def _take_step(self, head: BlockHeader, headers: list[BlockHeader]) -> bool:
         """Take a version, or a group step if all its parts are there."""
         same = [h for h in headers if (h.epoch, h.step, h.world) == (head.epoch, head.step, head.world)]
         newest = {h.part: h for h in reversed(same) if h.state >= PREPARED and h.version <= head.version}
@@ -211,7 +211,7 @@ class _Plan:
                 self._version(header, "r", head=str(head.version))
         return True
 
-    def _take_pending(self, header: Header) -> None:
+    def _take_pending(self, header: BlockHeader) -> None:
         """A publish on its way: that of a living writer, or a complete part of an incomplete step."""
         if header.version in self._versions or header.state == READY:
             return
@@ -302,7 +302,7 @@ class _Plan:
         out.append(("HSET", f"{prefix}bytes", "files", total, "used", sum(taken.values())))
         return out
 
-    def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> Fields:
+    def _name(self, header: BlockHeader, *, current: int = 0, kept: list[int] | None = None) -> Fields:
         kind = "g" if header.group else "t"
         fresh = {"v": 0, "e": 0, "s": 0, "slot": header.slot, "kind": kind, "hist": "", "pend": 0, "label": ""}
         fields = self._names.setdefault(header.name, fresh)
@@ -314,7 +314,7 @@ class _Plan:
                 fields["evict"] = 1
         return fields
 
-    def _version(self, header: Header, state: str, **more: str) -> None:
+    def _version(self, header: BlockHeader, state: str, **more: str) -> None:
         found = self._found[header.version]
         raw = self._space.segments.read(found.seg, found.offset + HEADER_BYTES, header.manifest_bytes)
         try:

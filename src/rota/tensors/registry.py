@@ -28,7 +28,7 @@ Dump: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class VersionRequest:
     """What a publisher asks for: who it is, the name, its order, its size and how long it shall live."""
 
     name: str
@@ -62,7 +62,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommitResult:
     """What a commit did: the version that became current, or how many parts of the step have come.
 
     ``current`` is the current version of the name afterwards: what the generation table must say.
@@ -78,7 +78,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PartBlock:
     """Where one part of a version lies."""
 
     version: int
@@ -96,7 +96,7 @@ class Leased:
     epoch: int
     step: int
     current: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[PartBlock, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Row:
     evictable: bool
 
 
-class Refused(Exception):
+class ScriptRefused(Exception):
     """A script said no; ``code`` and ``words`` as it gave them."""
 
     def __init__(self, code: str, words: Iterable[object] = ()) -> None:
@@ -191,7 +191,7 @@ class RedisMachine:
         try:
             return self.client.run(SCRIPTS[name], self.prefix, self.epoch, now_ms, *args)
         except ReplyError as error:
-            raise Refused(error.code, error.words[:-1]) from None  # the last word is the dot of every refusal
+            raise ScriptRefused(error.code, error.words[:-1]) from None  # the last word is the dot of every refusal
 
     def find_epoch(self) -> tuple[int, str]:
         """The epoch of the registry, 0 when it does not know the namespace, and the folder of the memory."""
@@ -232,7 +232,7 @@ class RedisMachine:
 
 
 class Registry:
-    """The scripts as typed methods. A refusal is raised as ``Refused``; ``refusal`` turns it into the public error."""
+    """The scripts as typed methods. A refusal is raised as ``ScriptRefused``; ``refusal`` gives the public error."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -242,7 +242,7 @@ class Registry:
         words = [word for lease in leases for word in lease]
         return [int(v) for v in self.machine.run("join", client, identity, *words)]
 
-    def reserve(self, client: str, request: str, ask: Ask) -> Reserved:
+    def reserve(self, client: str, request: str, ask: VersionRequest) -> Reserved:
         """A pending version with a block."""
         reply = self.machine.run(
             "reserve", client, request, ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label,
@@ -252,11 +252,11 @@ class Registry:
         version, slot, seg, offset, step = reply
         return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
 
-    def commit(self, client: str, version: int) -> Committed:
+    def commit(self, client: str, version: int) -> CommitResult:
         """Make a pending version current, or hand in a part."""
         kind, value, slot, first, kept, current = self.machine.run("commit", client, version)
         ready = _text(kind) == "ready"
-        return Committed(
+        return CommitResult(
             ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
             kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
         )  # fmt: skip
@@ -351,7 +351,7 @@ class Registry:
         return _shaped("hash", words)
 
 
-def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = None) -> NoReturn:
+def refusal(refused: ScriptRefused, name: str, *, epoch: int = 0, step: int | None = None) -> NoReturn:
     """Raise the public error for a refusal of an operation on ``name``."""
     code, words = refused.code, refused.words
     first = words[0] if words else ""
@@ -386,7 +386,7 @@ def _text(value: object) -> str:
 
 def _leased(row: Sequence[Reply]) -> Leased:
     blocks = tuple(
-        Block(version=int(row[i]), seg=_text(row[i + 1]), offset=int(row[i + 2]), bytes=int(row[i + 3]))
+        PartBlock(version=int(row[i]), seg=_text(row[i + 1]), offset=int(row[i + 2]), bytes=int(row[i + 3]))
         for i in range(5, len(row), 4)
     )
     version, slot, epoch, step, current = (int(word) for word in row[:5])

@@ -130,7 +130,7 @@ STATE_AT: Final = 384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class BlockHeader:
     """What a block says of itself. ``kept`` are the older versions of the name that were still kept at its commit."""
 
     state: int
@@ -168,7 +168,7 @@ class Header:
         return bytes(raw) + pack_state(self.state, self.head, self.kept)
 
     @staticmethod
-    def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> Header:
+    def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> BlockHeader:
         """Read a header; unless ``settled`` without state, head and kept. Raises Corrupt, naming the field."""
         data = bytearray(raw[:STATE_AT])
         if len(data) < STATE_AT or bytes(data[:8]) != MAGIC:
@@ -181,7 +181,7 @@ class Header:
         if found[2] != FORMAT:
             raise errors.Corrupt(f"{where}: header format {found[2]}, this is {FORMAT}", file=where, field="format")
         state, head, kept = _unpack_state(raw, where) if settled else (0, 0, ())
-        return Header(
+        return BlockHeader(
             state=state, head=head, kept=kept, group=bool(found[3]), version=found[4], slot=found[5], epoch=found[6],
             step=found[7], part=found[8], world=found[9], manifest_bytes=found[10], offset=found[11], bytes=found[12],
             payload_crc=found[13], block=found[14], ctime_ns=found[15], owner=found[16].rstrip(b"\0").decode(),
@@ -202,7 +202,7 @@ def _unpack_state(raw: bytes | memoryview, where: str) -> tuple[int, int, tuple[
     return state, head, tuple(v for v in kept if v)
 
 
-class Mapping:
+class SegmentMap:
     """One segment file mapped into this process, writable and shared."""
 
     __slots__ = ("array", "map", "seg")
@@ -222,7 +222,7 @@ class Segments:
 
     def __init__(self, folder: Path, spill: Spill | None = None) -> None:
         self.folder, self.spill = folder, spill
-        self._maps: dict[str, Mapping] = {}
+        self._maps: dict[str, SegmentMap] = {}
         self._lock = threading.RLock()
 
     def path(self, seg: str) -> Path:
@@ -259,7 +259,7 @@ class Segments:
         if recycled:
             self.open(seg, mmap.MAP_POPULATE)
 
-    def open(self, seg: str, flags: int = 0) -> Mapping:
+    def open(self, seg: str, flags: int = 0) -> SegmentMap:
         """The mapping of a segment. Raises Corrupt when its file is missing."""
         found = self._maps.get(seg)
         if found is not None:
@@ -268,7 +268,7 @@ class Segments:
             found = self._maps.get(seg)
             if found is None:
                 try:
-                    found = self._maps[seg] = Mapping(seg, self.path(seg), flags)
+                    found = self._maps[seg] = SegmentMap(seg, self.path(seg), flags)
                 except (FileNotFoundError, ValueError) as error:
                     where = str(self.path(seg))
                     raise errors.Corrupt(f"{where} is missing or empty", file=where, field="file") from error

@@ -31,12 +31,12 @@ from rota.tensors.locks import (
     read_file,
     shared,
 )
-from rota.tensors.reader import Reader
+from rota.tensors.reader import TensorReader
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
-from rota.tensors.registry import RedisMachine, Refused, Registry
+from rota.tensors.registry import RedisMachine, Registry, ScriptRefused
 from rota.tensors.segments import Segments, Spill, remove_file
 from rota.tensors.space import Space, sweep_client, sweep_dead, sweep_unfiled
-from rota.tensors.writer import Copier, Writer, threads_wanted
+from rota.tensors.writer import Copier, TensorWriter, threads_wanted
 
 SHM_DIR: Final = "ROTA_SHM_DIR"
 CHECK: Final = "ROTA_TENSORS_CHECK"
@@ -168,8 +168,8 @@ class Session:
             identity=identity,
         )  # fmt: skip
         check = environ.get(CHECK) == "1"
-        self.reader = Reader(self.space, sealed=sealed, check=check)
-        self.writer = Writer(self.space, chance, self._copier, check=check)
+        self.reader = TensorReader(self.space, sealed=sealed, check=check)
+        self.writer = TensorWriter(self.space, chance, self._copier, check=check)
         self._recover_gate = threading.RLock()  # taken before the registry's lock, by all threads alike
         self._release_gate = threading.Lock()
         self._unsent: list[tuple[int, int, int]] = []
@@ -259,7 +259,7 @@ class Session:
             epoch = space.table.epoch
             try:
                 version = space.retry(lambda: space.registry.get(holder, 1, [(name, selector)]))[0].version
-            except Refused:
+            except ScriptRefused:
                 self.unpin(holder)
                 raise
             failpoint("pinned")
@@ -286,7 +286,7 @@ class Session:
                 failpoint("releasing")
                 try:
                     self.space.registry.release(self.space.client, [(version, seq) for version, seq, _ in sent])
-                except Refused:  # a new epoch: joining again states the leases that are left
+                except ScriptRefused:  # a new epoch: joining again states the leases that are left
                     self.rejoin()
                 failpoint("released")
                 self._unsent = []
@@ -313,7 +313,7 @@ class Session:
             self._thread.join(timeout=0 if self._busy() else _LEAVE_S)
 
     def _busy(self) -> bool:
-        with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
+        with contextlib.suppress(TensorError, RegistryUnavailable, ScriptRefused):
             self.release_ended()
         return len(self.space.leases) > 0
 
@@ -324,7 +324,7 @@ class Session:
         _sessions.discard(self)
         locked = redis_server.registry_lock(self.home) if self.server.ours else contextlib.nullcontext()
         with self._recover_gate, locked:
-            with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
+            with contextlib.suppress(TensorError, RegistryUnavailable, ScriptRefused):
                 if self.space.devices is not None:
                     self.space.devices.settle((), block=True)
                 self.space.closed = False
@@ -363,7 +363,7 @@ class Session:
             if self.pid != os.getpid():
                 return
             now_s = self.clock.monotonic_s()
-            with contextlib.suppress(RegistryUnavailable, Refused, TensorError, OSError, ConnectionError):
+            with contextlib.suppress(RegistryUnavailable, ScriptRefused, TensorError, OSError, ConnectionError):
                 self.release_ended()
                 if now_s >= next_age_s:
                     linger, next_age_s = now_s >= next_linger_s, now_s + _AGE_S

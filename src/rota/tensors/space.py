@@ -20,7 +20,7 @@ from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
 from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in
-from rota.tensors.registry import Refused, Registry, Row
+from rota.tensors.registry import Registry, Row, ScriptRefused
 from rota.tensors.segments import Segments
 
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class Space:
             self.check()
             try:
                 return action()
-            except Refused as refused:
+            except ScriptRefused as refused:
                 if refused.code not in ("EPOCH", "UNJOINED"):
                     raise
             except errors.EpochChanged:
@@ -113,7 +113,7 @@ class Space:
             row = self.retry(lambda: self.find_row(name))
             if row is None:
                 return False
-            with self.table.changing(row.slot, name):
+            with self.table.slot_lock(row.slot, name):
                 if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
                     continue  # by another since we looked; from here on no other can delete it
                 delete = partial(
@@ -121,7 +121,7 @@ class Space:
                 )
                 try:
                     return self._delete_in(row.slot, delete)
-                except Refused as refused:
+                except ScriptRefused as refused:
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
                         continue  # deleted and made anew since we looked: its slot has another lock
                     return self._not_deleted(row, refused)
@@ -139,7 +139,7 @@ class Space:
                 return True
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
-    def _not_deleted(self, row: Row, refused: Refused) -> bool:
+    def _not_deleted(self, row: Row, refused: ScriptRefused) -> bool:
         """Restore the slot whose lock is held. Whether the name is gone by us; raises what does not answer that."""
         match refused.code:
             case "NOTFOUND" if row.version:  # it was there when the lock was taken: only the reply was lost
@@ -214,7 +214,7 @@ def restore_slots(space: Space) -> int:
     filled = 0
     for row in space.registry.ls_all():
         if row.version and space.table.current(row.slot) == 0 and not space.table.blocker(row.slot):
-            with space.table.changing(row.slot, row.name):
+            with space.table.slot_lock(row.slot, row.name):
                 now = space.find_row(row.name)
                 if now is not None and now.version and now.slot == row.slot:
                     space.table.store(row.slot, now.version)

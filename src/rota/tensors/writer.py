@@ -20,7 +20,7 @@ from rota.runtime.node import cores_allowed
 from rota.runtime.random import Chance
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
-from rota.tensors.arrays import Bytes, Layout, Source
+from rota.tensors.arrays import Bytes, Layout, TensorSource
 from rota.tensors.core import (
     WORLD_MAX,
     Json,
@@ -29,11 +29,11 @@ from rota.tensors.core import (
     describe,
     payload_bytes,
 )
-from rota.tensors.devices.client import PLACE_BYTES, Place
+from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
-from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
-from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header, pack_state
+from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
+from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
 from rota.tensors.space import Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
@@ -45,7 +45,7 @@ _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PublishOrder:
     """Who publishes, and where in the order of publishes: ``label``, ``epoch``, ``step`` (None: one after the last)."""
 
     label: str
@@ -102,11 +102,11 @@ class Pending:
     """A reserved version whose bytes are being written."""
 
     name: str
-    ask: Ask
+    ask: VersionRequest
     draft: Draft
     reserved: Reserved
-    header: Header
-    place: Place | None = None
+    header: BlockHeader
+    place: DevicePlace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Version:
     received: int = 1
 
 
-class Writer:
+class TensorWriter:
     """The write path of one namespace."""
 
     def __init__(self, space: Space, chance: Chance, copier: Copier, *, check: bool) -> None:
@@ -133,7 +133,14 @@ class Writer:
         self._groups: dict[str, deque[int]] = {}
 
     def publish(
-        self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Json, device: str = ""
+        self,
+        name: str,
+        kind: str,
+        sources: dict[str, TensorSource],
+        order: PublishOrder,
+        life: Life,
+        meta: Json,
+        device: str = "",
     ) -> Version:
         """Publish tensors as one version of ``name``: (1) lay out, (2) reserve, (3) copy, (4) commit.
 
@@ -149,13 +156,13 @@ class Writer:
             self.abort(pending)
             raise
 
-    def reserve(self, name: str, kind: str, draft: Draft, order: Order, life: Life) -> Pending:
+    def reserve(self, name: str, kind: str, draft: Draft, order: PublishOrder, life: Life) -> Pending:
         """A pending version with its block, header written. Memory is recorded before it is taken.
 
         When the file system is full, free files and then evictable names make room; then the disk, if one is named.
         """
         cls = core.size_class(draft.front, draft.payload)
-        ask = Ask(
+        ask = VersionRequest(
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
             count=cls.count, file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
@@ -174,7 +181,7 @@ class Writer:
             self.free_room()  # the file that could not be made
             raise
 
-    def _occupy(self, ask: Ask, draft: Draft, *, spill: bool = False) -> Pending:
+    def _occupy(self, ask: VersionRequest, draft: Draft, *, spill: bool = False) -> Pending:
         """Reserve a block, make its memory exist and write the header; undone when that fails.
 
         Once more when the registry was rebuilt meanwhile: it knows nothing of a block without a header, and may have
@@ -190,12 +197,12 @@ class Writer:
                 self._space.segments.unlink(pending.reserved.seg)
         raise errors.Aborted(f"{ask.name}: the registry was rebuilt repeatedly", name=ask.name)
 
-    def _prepare(self, ask: Ask, draft: Draft, spill: bool) -> Pending:
+    def _prepare(self, ask: VersionRequest, draft: Draft, spill: bool) -> Pending:
         """A reserved block whose memory exists, not yet touched."""
         space, request = self._space, self._chance.fresh(48)
         try:
             reserved = space.retry(lambda: space.registry.reserve(space.client, request, ask))
-        except Refused as refused:
+        except ScriptRefused as refused:
             refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
         except RotaError:
             raise
@@ -203,7 +210,7 @@ class Writer:
             space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
             raise
         failpoint("reserved")
-        header = Header(
+        header = BlockHeader(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
             name=ask.name, owner=self._space.client, offset=draft.start, bytes=draft.payload, group=ask.kind == "g",
             manifest_bytes=len(draft.manifest), block=ask.block, part=ask.part, world=ask.world,
@@ -260,7 +267,7 @@ class Writer:
             pending.header = replace(pending.header, payload_crc=zlib.crc32(payload.data) or 1)
             self._write(pending, 0, pending.header.pack())
         self._write(pending, STATE_AT, pack_state(PREPARED))
-        with space.table.changing(reserved.slot, pending.name):
+        with space.table.slot_lock(reserved.slot, pending.name):
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
                 done = self._commit(pending)
@@ -303,7 +310,7 @@ class Writer:
 
     def abort(self, pending: Pending) -> None:
         """Undo a pending version; what cannot be undone now, the sweep undoes."""
-        with contextlib.suppress(errors.TensorError, Refused):
+        with contextlib.suppress(errors.TensorError, ScriptRefused):
             self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
 
     def view_on_device(self, pending: Pending, lease: object, as_: str = "torch") -> dict[str, Tensor]:
@@ -346,11 +353,11 @@ class Writer:
             freed = self.free_room()
         return freed
 
-    def _commit(self, pending: Pending) -> Committed:
+    def _commit(self, pending: Pending) -> CommitResult:
         space = self._space
         try:
             return space.retry(lambda: space.registry.commit(space.client, pending.reserved.version))
-        except Refused as refused:
+        except ScriptRefused as refused:
             row = space.find_row(pending.name)
             if row is not None and row.version and row.slot == pending.reserved.slot:
                 space.table.store(row.slot, row.version)
@@ -379,7 +386,7 @@ class Writer:
 
 
 def lay_out(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Json, device: str = ""
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: PublishOrder, life: Life, meta: Json, device: str = ""
 ) -> Draft:
     """Places of tensors (name, dtype, shape) in one block, and the manifest that describes them.
 

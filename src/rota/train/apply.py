@@ -273,7 +273,7 @@ class Parallel:
         given, wanted = in_two(inputs, targets)
         began_s, self._wait_s = self._clock.monotonic_s(), 0.0
         given, wanted = self._of_rank(given, wanted)
-        with self._waiting():
+        with self._wait_time():
             tokens = self._count(wanted)
         self._loss_sum = torch.zeros((), device=self.device)
         if self._pipeline is None:
@@ -283,7 +283,7 @@ class Parallel:
         settle(self._parameters)
         sum_partial(self._partial, self.mesh.group("tp"), self.device)
         self._tied.sum_gradients()
-        with self._waiting():
+        with self._wait_time():
             fits = self._loss_scale is None or self._loss_scale.scale_back(self._parameters, self.device)
             loss, norm = self._finish()
             if self.agree is None or self.agree.reduces:
@@ -314,7 +314,7 @@ class Parallel:
         return inputs, targets
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _wait_time(self) -> Iterator[None]:
         began_s = self._clock.monotonic_s()
         yield
         self._wait_s += self._clock.monotonic_s() - began_s

@@ -15,20 +15,18 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
+from typing import Final, Literal, TypeAlias, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import GradBucket
 
 from rota.spec.errors import BadInput
 
-c10d: Any = _distributed_c10d  # its stub lacks half of what it has
 Kind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 BLOCK: Final = 256
 """Values that share one int8 scale."""
-Bucket: TypeAlias = Any
-"""A bucket of DDP, whose class torch's stubs lack."""
+Bucket: TypeAlias = GradBucket
 Future: TypeAlias = "torch.futures.Future[torch.Tensor]"
 Gradients = Sequence[torch.Tensor]
 Named = Mapping[str, torch.Tensor]
@@ -103,7 +101,7 @@ def hook(state: Compressor, bucket: Bucket) -> Future:
 
 
 # DDP compares annotations with these classes, and postponed ones are texts.
-hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+hook.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 def average(state: Compressor, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> torch.Tensor:

@@ -30,7 +30,7 @@ from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss, Parts
 from rota.train.plan.hardware import Json
 from rota.train.plan.model import ParallelPlan
-from rota.train.sync import SyncState
+from rota.train.ps.table import State as SyncState
 
 log = logging.getLogger(__name__)
 

@@ -112,15 +112,20 @@ def _placed(
 class ComposedOptimizer(torch.optim.Optimizer):
     """An optimizer made of others: one set of groups and one state for schedules, clipping and checkpoints."""
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, parts: Sequence[torch.optim.Optimizer], of_model: Mapping[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        """``of_model`` gives for each parameter of the parts the one of the model whose state it has."""
+        self._of_model = of_model or {}
         super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
         self.parts, self.defaults = list(parts), parts[0].defaults  # schedules look there for momentum
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     @property
     def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
-        """The state of all parts."""
-        return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
+        """The state of all parts, by the parameter of the model."""
+        held = {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
+        return {self._of_model.get(parameter, parameter): kept for parameter, kept in held.items()}
 
     @state.setter
     def state(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
@@ -205,18 +210,11 @@ class HostOptimizer(ComposedOptimizer):
     """ZeRO-Offload (Ren et al. 2021): a copy of the weights and all state on the host, where the update is computed."""
 
     def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor]) -> None:
-        self.device_of = {torch.nn.Parameter(local(one).detach().to("cpu", copy=True)): one for one in parameters}
+        self.device_of: dict[torch.Tensor, torch.Tensor] = {
+            nn.Parameter(local(one).detach().to("cpu", copy=True)): one for one in parameters
+        }
         self.versions = [local(one)._version for one in parameters]
-        super().__init__([make(list(self.device_of))])
-
-    @property
-    def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
-        """The state by the parameter of the model."""
-        return {self.device_of[host]: kept for host, kept in self.parts[0].state.items()}  # type: ignore[index]
-
-    @state.setter
-    def state(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
-        """The base class sets an empty one."""
+        super().__init__([make(list(self.device_of))], self.device_of)
 
     def step(self, closure: None = None) -> None:
         """Gradients to the host, step there, weights back. Weights that another hand changed are fetched first."""

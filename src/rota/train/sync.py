@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias, cast
+from typing import ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,8 @@ from rota.train.ps.client import PsClient
 from rota.train.ps.clocks import Rule
 from rota.train.ps.server import PsServer, ServerSpec
 from rota.train.ps.table import Floats, RowOptimizer
+from rota.train.ps.table import State as SyncState
 
-SyncState: TypeAlias = "dict[str, Any]"
-"""What a checkpoint keeps of a synchroniser: tensors, arrays and numbers by name."""
 TURN_S: Final = 600.0
 CLOSE_S: Final = 10.0
 
@@ -125,9 +124,7 @@ def _hierarchical_hook(levels: Levels, bucket: compress.Bucket) -> compress.Futu
 
 
 # DDP compares annotations with these classes, and postponed ones are texts.
-_hierarchical_hook.__annotations__.update(
-    {"bucket": compress.c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-)
+_hierarchical_hook.__annotations__.update({"bucket": compress.Bucket, "return": torch.futures.Future[torch.Tensor]})
 
 
 class LocalSgd(Synchroniser):

@@ -255,7 +255,7 @@ def test_a_closed_client_does_not_end_the_locks_of_another_in_the_same_process(p
     assert row is not None
     table, slot = space.table, row.slot
     path = table.path
-    with table.changing(slot, "x"):
+    with table.slot_lock(slot, "x"):
         again = shared(path, GenerationTable, lambda at: GenerationTable(at, table._clock))
         assert again is table
         del again

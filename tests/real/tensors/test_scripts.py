@@ -18,7 +18,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.redis import server as redis_server
 from rota.tensors.core import SLOTS_MAX
 from rota.tensors.inspect import check
-from rota.tensors.registry import RedisMachine, Refused, Registry
+from rota.tensors.registry import RedisMachine, Registry, ScriptRefused
 
 EXAMPLES = 5000 if os.environ.get("ROTA_DEEP") == "1" else 40
 
@@ -116,7 +116,7 @@ def test_nothing_gets_into_a_registry_while_it_is_wiped(machine: RedisMachine, m
         if words[0] == "SCAN":
             try:
                 registry.join("b", "{}")
-            except Refused as error:
+            except ScriptRefused as error:
                 refused.append(error.code)
         return answer
 

@@ -422,7 +422,7 @@ def test_what_finds_no_room_in_shared_memory_spills_to_disk_and_is_mapped_from_t
 def test_a_get_on_its_way_keeps_the_lease_that_a_later_get_of_the_same_version_ends(plane: Plane) -> None:
     plane.put("x", np.arange(4))
     space = plane._space
-    with space.leases.getting() as seq:  # the first get: leased by the registry after the second one, not held yet
+    with space.leases.get_number() as seq:  # the first get: leased by the registry after the second one, not held yet
         view = plane.get("x", as_="numpy")
         leased = space.registry.get(space.client, seq, [("x", "")])[0]
         del view

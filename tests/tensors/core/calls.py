@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tests.proof.tensor_protocol import ProtocolMachine
 
-from rota.tensors.registry import Ask, Refused, Registry
+from rota.tensors.registry import Registry, ScriptRefused, VersionRequest
 
 CLIENTS = ("c1", "c2", "c3")
 NAMES = ("a", "b", "g", "ch/#1", "ch/#2")
@@ -16,7 +16,7 @@ BLOCKS = ((1024, 2), (8192, 1))
 _client = st.sampled_from(CLIENTS)
 _name = st.sampled_from(NAMES)
 _asks = st.builds(
-    lambda name, epoch, step, label, block, orphan, retain, part, room: Ask(
+    lambda name, epoch, step, label, block, orphan, retain, part, room: VersionRequest(
         name=name,
         kind="g" if name[0] in "gc" else "t",
         epoch=epoch,
@@ -83,7 +83,7 @@ class Driver:
         self.reserved: list[tuple[str, int, str]] = []
         self.leases: list[tuple[str, int, int]] = []
         self.slots: dict[str, int] = {}
-        self.last: dict[str, tuple[str, Ask]] = {}
+        self.last: dict[str, tuple[str, VersionRequest]] = {}
         self.seq = self.requests = 0
         self.taken: tuple[Any, ...] = ()
         for client in CLIENTS:
@@ -93,13 +93,13 @@ class Driver:
         """The reply, or the refusal, of one call."""
         try:
             return getattr(self, what[0])(*what[1:])
-        except Refused as refused:
+        except ScriptRefused as refused:
             return refused.code, refused.words
 
     def join(self, client: str) -> Any:
         return self.registry.join(client, "", [(v, seq) for c, v, seq in self.leases if c == client][-2:])
 
-    def reserve(self, client: str, ask: Ask) -> Any:
+    def reserve(self, client: str, ask: VersionRequest) -> Any:
         self.requests += 1
         self.last[client] = (f"r{self.requests}", ask)
         done = self.registry.reserve(client, *self.last[client])
@@ -107,7 +107,7 @@ class Driver:
         self.slots[ask.name] = done.slot
         return done
 
-    def publish(self, client: str, ask: Ask) -> Any:
+    def publish(self, client: str, ask: VersionRequest) -> Any:
         done = self.reserve(client, ask)
         return done, self.registry.commit(client, done.version)
 

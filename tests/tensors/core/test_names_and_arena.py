@@ -19,7 +19,7 @@ from rota.tensors.core import (
     Slabs,
     slab_bytes,
 )
-from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header, pack_state
+from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, BlockHeader, pack_state
 
 
 @pytest.mark.parametrize("name", ["w", "w/layer0", "weights/j/e", "gewichte/größe", "w[shard=0-of-4]", "a" * 240])
@@ -95,7 +95,7 @@ def test_packed_tensors_are_aligned_and_do_not_overlap(sizes: list[int]) -> None
     assert all(stop <= end for _, stop in spans)
 
 
-HEADER = Header(
+HEADER = BlockHeader(
     state=PENDING, version=7, slot=3, epoch=2, step=-5, name="gewichte/größe", owner="C" * 20, offset=4096,
     bytes=1 << 33, manifest_bytes=900, block=1 << 34, ctime_ns=1 << 60, part=1, world=4, group=True,
 )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_header_comes_back_as_it_was_written() -> None:
     ready = replace(HEADER, state=READY, head=9, kept=(5, 6))
     raw = HEADER.pack()[:STATE_AT] + pack_state(READY, 9, (5, 6))
     assert len(raw) == HEADER_BYTES
-    assert Header.unpack(raw, "f", settled=True) == ready
+    assert BlockHeader.unpack(raw, "f", settled=True) == ready
 
 
 @pytest.mark.parametrize(("at", "field"), [(0, "magic"), (20, "crc32"), (200, "crc32"), (STATE_AT + 5, "state")])
@@ -113,14 +113,14 @@ def test_a_damaged_header_names_file_and_field(at: int, field: str) -> None:
     raw = bytearray(HEADER.pack())
     raw[at] ^= 0xFF
     with pytest.raises(errors.Corrupt) as caught:
-        Header.unpack(bytes(raw), "seg-1", settled=True)
+        BlockHeader.unpack(bytes(raw), "seg-1", settled=True)
     assert caught.value.fields == {"file": "seg-1", "field": field}
 
 
 def test_a_reader_does_not_mind_a_state_that_is_being_written() -> None:
     raw = bytearray(HEADER.pack())
     raw[STATE_AT + 5] ^= 0xFF
-    assert Header.unpack(bytes(raw), "f", settled=False).version == 7
+    assert BlockHeader.unpack(bytes(raw), "f", settled=False).version == 7
 
 
 @given(

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import Driver, broken_rules, call
 
-from rota.tensors.registry import Ask, Refused, Registry
+from rota.tensors.registry import Registry, ScriptRefused, VersionRequest
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 Step = Callable[[Registry], object]
 
 
-def ask(name: str = "w", **how: Any) -> Ask:
+def ask(name: str = "w", **how: Any) -> VersionRequest:
     plain = {"kind": "t", "epoch": 0, "step": None, "label": "", "block": 1024, "count": 2, "file": 2048}
-    return Ask(name=name, payload=10, desc="", **{**plain, **how})  # type: ignore[arg-type]
+    return VersionRequest(name=name, payload=10, desc="", **{**plain, **how})  # type: ignore[arg-type]
 
 
 def publish(registry: Registry, client: str = "w1", request: str = "r", **how: Any) -> int:
@@ -125,7 +125,7 @@ def test_every_interleaving_of_two_writers_and_two_readers_with_a_crash_is_clean
                 if actor != dead:
                     try:
                         steps[done[actor]](registry)
-                    except Refused as refused:
+                    except ScriptRefused as refused:
                         assert refused.code in ("LOST", "STALE")
                     done[actor] += 1
                 assert broken_rules(machine) == []

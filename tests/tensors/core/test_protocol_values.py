@@ -9,7 +9,7 @@ from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import broken_rules
 
 from rota.tensors.core import SLOTS_MAX
-from rota.tensors.registry import Refused
+from rota.tensors.registry import ScriptRefused
 
 FIELDS = {
     "request": "r", "name": "n", "kind": "t", "epoch": 0, "step": "", "label": "", "block": 1024, "count": 2,
@@ -38,14 +38,14 @@ def publish(m: ProtocolMachine, client: str = "w", **how: Any) -> int:
 
 
 def refused(m: ProtocolMachine, *call: Any) -> tuple[str, list[str]]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ScriptRefused) as caught:
         m.run(*call)
     assert broken_rules(m) == []
     return caught.value.code, caught.value.words
 
 
 def refused_reserve(m: ProtocolMachine, client: str = "w", **how: Any) -> tuple[str, list[str]]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ScriptRefused) as caught:
         reserve(m, client, **how)
     return caught.value.code, caught.value.words
 
@@ -412,7 +412,7 @@ def test_a_holder_keeps_what_a_client_reads(m: ProtocolMachine) -> None:
 
 
 def test_a_refusal_is_its_code_and_its_words() -> None:
-    refusal = Refused("STALE", [5, "x"])
+    refusal = ScriptRefused("STALE", [5, "x"])
     assert (str(refusal), refusal.code, refusal.words) == ("STALE 5 x", "STALE", ["5", "x"])
 
 

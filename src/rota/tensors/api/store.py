@@ -20,14 +20,14 @@ from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import core, errors, inspect
 from rota.tensors.api.streams import Channel, TensorEvent, Watch
-from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
+from rota.tensors.arrays import TensorSource, address_of, dtype_name, source_of, view_of
 from rota.tensors.core import Json, Tensor, check_count, check_only
 from rota.tensors.inspect import Location
 from rota.tensors.locks import PIN_MARK
 from rota.tensors.reader import Snapshot, chosen, selector_of
-from rota.tensors.registry import Refused, Row
+from rota.tensors.registry import Row, ScriptRefused
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
-from rota.tensors.writer import Life, Order, Pending, Version, lay_out
+from rota.tensors.writer import Life, Pending, PublishOrder, Version, lay_out
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class Plane:
         clock: Clock = SystemClock()
         chance: Chance = SystemChance()
         always = environ.get(SEALED) == "1" if sealed is None else sealed
-        with errors.making_files(), redis_server.registry_lock(home):
+        with errors.file_errors(), redis_server.registry_lock(home):
             was_ended = redis_server.was_ended(home)
             server = redis_server.find_or_start(home, url=url, keep=keep)
             try:
@@ -388,7 +388,7 @@ class Plane:
         """Notify watchers that a mutable tensor was written in place. Raises NotFound."""
         try:
             self._space.retry(lambda: self._space.registry.touch(name))
-        except Refused as refused:
+        except ScriptRefused as refused:
             raise self._space.not_found(name) from refused
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
@@ -425,7 +425,7 @@ class Plane:
         holder = f"{PIN_MARK}{core.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
         try:
             version = self._session.pin(holder, name, selector)
-        except Refused as refused:
+        except ScriptRefused as refused:
             raise self._space.not_found(name) from refused
         return Pin(holder, name, version, self._session.unpin)
 
@@ -565,11 +565,11 @@ class Plane:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _order(self, step: int | None, label: str | None, epoch: int | None) -> Order:
+    def _order(self, step: int | None, label: str | None, epoch: int | None) -> PublishOrder:
         chosen = self.label if label is None else core.check_label(label)
         number = core.check_count("epoch", self.epoch if epoch is None else epoch, 0, core.EPOCH_MAX)
         wanted = None if step is None else core.check_count("step", step, -core.STEP_MAX)
-        return Order(label=chosen, epoch=number, step=wanted)
+        return PublishOrder(label=chosen, epoch=number, step=wanted)
 
     def _device(self, device: str | None) -> str:
         """UUID of the device a put goes to; nothing for the CPU."""
@@ -580,7 +580,7 @@ class Plane:
             return ""
         raise BadInput(f"device={device!r}: cpu, or nothing for the device of connect(device=...)")
 
-    def _source(self, value: Tensor, uuid: str) -> Source:
+    def _source(self, value: Tensor, uuid: str) -> TensorSource:
         devices = self._space.devices
         return source_of(value, device=bool(uuid) and devices is not None and not devices.driver.host)
 

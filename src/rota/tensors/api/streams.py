@@ -19,11 +19,11 @@ from rota.spec.errors import BadInput, RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.arrays import source_of
 from rota.tensors.core import Json, Tensor, check_count, check_name
-from rota.tensors.reader import Record
-from rota.tensors.registry import RedisMachine, Refused, refusal
+from rota.tensors.reader import ChannelRecord
+from rota.tensors.registry import RedisMachine, ScriptRefused, refusal
 from rota.tensors.session import Session
 from rota.tensors.space import Space
-from rota.tensors.writer import Life, Order
+from rota.tensors.writer import Life, PublishOrder
 
 META_BYTES_MAX: Final = 64 << 10
 _ITEMS_MAX: Final = 16_384
@@ -41,7 +41,7 @@ class Channel:
     label of this process at its epoch: a process that it replaced can no longer put, take or acknowledge.
     """
 
-    def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
+    def __init__(self, session: Session, name: str, order: PublishOrder, *, items_max: int, full: str) -> None:
         if full not in ("block", "drop_oldest"):
             raise BadInput(f"full={full!r}: block or drop_oldest; records spill by themselves with ROTA_SPILL_DIR")
         check_count("items_max", items_max, 1, _ITEMS_MAX)
@@ -73,7 +73,7 @@ class Channel:
             blocking_sleep(delay_s)
             delay_s = min(2 * delay_s, _POLL_MAX_S)
 
-    def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[Record]:
+    def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[ChannelRecord]:
         """The next records that no consumer has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
         space, order = self._space, self._order
         self._fence()
@@ -83,14 +83,14 @@ class Channel:
             seen = space.table.creations
             try:
                 found = self._session.reader.take(self._prefix, n_max, order.label, order.epoch, as_)
-            except Refused as refused:
+            except ScriptRefused as refused:
                 refusal(refused, self.name, epoch=order.epoch)
             left_s = deadline_s - space.clock.monotonic_s()
             if found or left_s <= 0:
                 return found
             self._session.reader.wait_change(0, seen, min(left_s, _RECHECK_S))
 
-    def ack(self, record: Record) -> None:
+    def ack(self, record: ChannelRecord) -> None:
         """The record is done with: it goes, and its bytes with its last view.
 
         Raises StaleEpoch when a later epoch took over from this process: the record is its successor's. Raises
@@ -102,11 +102,11 @@ class Channel:
             raise errors.ProtocolBreach(text, rule="ack", name=record.name)
         try:
             space.delete(record.name, label=order.label, epoch=order.epoch)
-        except Refused as refused:
+        except ScriptRefused as refused:
             refusal(refused, record.name, epoch=order.epoch)
         record.lease = None
 
-    def nack(self, record: Record, reason: str = "") -> None:
+    def nack(self, record: ChannelRecord, reason: str = "") -> None:
         """Give a record back: it is the first again, for any consumer. Its tensors must not be used any more."""
         record.tensors.clear()
         record.lease = None

@@ -114,7 +114,7 @@ _ASK_TRIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DevicePlace:
     """Where a version lies on a device: its keeper (a client), slab, offset and bytes."""
 
     keeper: str
@@ -127,11 +127,11 @@ class Place:
         return _PLACE.pack(self.keeper.encode(), self.slab.encode(), self.offset, self.bytes).ljust(PLACE_BYTES, b"\0")
 
     @staticmethod
-    def unpack(raw: bytes | memoryview) -> Place:
+    def unpack(raw: bytes | memoryview) -> DevicePlace:
         """Inverse of ``pack``."""
         keeper, slab, offset, size = _PLACE.unpack_from(raw)
         words = (word.rstrip(b"\0").decode() for word in (keeper, slab))
-        return Place(keeper=next(words), slab=next(words), offset=offset, bytes=size)
+        return DevicePlace(keeper=next(words), slab=next(words), offset=offset, bytes=size)
 
 
 @dataclass(slots=True)
@@ -189,17 +189,17 @@ class Devices:
             raise errors.WrongDevice(f"{device}: this process sees {len(uuids)} devices ({', '.join(uuids)})")
         self.ordinal, self.uuid = ordinal, uuids[ordinal]
 
-    def take(self, version: int, size: int) -> Place:
+    def take(self, version: int, size: int) -> DevicePlace:
         """Device memory for a version that the registry knows. Raises OutOfMemory, IpcUnavailable."""
         reply = self.ask(self.uuid, {"op": "take", "version": version, "bytes": size})
         if "slab" not in reply:
             if reply.get("rule"):
                 raise errors.ProtocolBreach(reply["error"], rule=reply["rule"])
             raise errors.OutOfMemory(reply["error"], hint="free names, or share less on this device", bytes=size)
-        return Place(keeper=reply["keeper"], slab=reply["slab"], offset=reply["offset"], bytes=reply["bytes"])
+        return DevicePlace(keeper=reply["keeper"], slab=reply["slab"], offset=reply["offset"], bytes=reply["bytes"])
 
     def view(
-        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: object, *,
+        self, name: str, version: int, uuid: str, place: DevicePlace, layouts: Sequence[Layout], lease: object, *,
         as_: str = "torch", sealed: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Tensors over a version's memory; the last of them ends ``lease``. ``sealed``: host memory mapped read-only.
@@ -311,7 +311,7 @@ class Devices:
             raise errors.WrongDevice(text, name=name, wanted=uuid, visible=uuids)
         return uuids.index(uuid)
 
-    def _opened(self, name: str, uuid: str, place: Place, device: int) -> int:
+    def _opened(self, name: str, uuid: str, place: DevicePlace, device: int) -> int:
         with _open_lock:
             found = _open.get(place.slab)
             if found is None:

@@ -44,7 +44,7 @@ class ReadOnly(mmap.mmap):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class HostMemory:
     """One allocation, as its owner or an importer has it: ``size`` bytes behind a front of the driver's own."""
 
     fd: int
@@ -69,7 +69,7 @@ class Memfd:
     front_bytes = 0
 
     def __init__(self) -> None:
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, HostMemory] = {}
 
     def uuids(self) -> list[str]:
         """One device, the host. Raises IpcUnavailable where the platform has no memfds."""
@@ -148,10 +148,10 @@ class Memfd:
         size = os.fstat(fd).st_size
         mapped = mmap.mmap(fd, size)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapped)) + self.front_bytes
-        self._memories[address] = Memory(fd, mapped, owned, size - self.front_bytes, address, device, nonce)
+        self._memories[address] = HostMemory(fd, mapped, owned, size - self.front_bytes, address, device, nonce)
         return address
 
-    def unmap(self, found: Memory) -> None:
+    def unmap(self, found: HostMemory) -> None:
         """Let a memfd go. Breach ``close-under-view`` while a tensor of this process shows it."""
         try:
             found.map.close()
@@ -160,7 +160,7 @@ class Memfd:
         del self._memories[found.address]
         os.close(found.fd)
 
-    def need(self, address: int, *, owned: bool) -> Memory:
+    def need(self, address: int, *, owned: bool) -> HostMemory:
         """The memory that begins at an address. Breach ``foreign-address``."""
         found = self._memories.get(address)
         if found is None or found.owned != owned:
@@ -168,7 +168,7 @@ class Memfd:
             raise self.breach("foreign-address", f"{address:#x} is not memory that this process {whose}")
         return found
 
-    def find(self, address: int, size: int) -> tuple[Memory, int]:
+    def find(self, address: int, size: int) -> tuple[HostMemory, int]:
         """The memory a range lies in, and where in its file. Breach ``foreign-address``."""
         for found in self._memories.values():
             if found.address <= address and address + size <= found.address + found.size:

@@ -46,7 +46,7 @@ class SlowerPlan(TypedDict):
     because: list[str]
 
 
-class Explanation(TypedDict):
+class PlanExplanation(TypedDict):
     """The document of ``plan explain``."""
 
     api: str
@@ -61,7 +61,7 @@ class Explanation(TypedDict):
     runner_ups: list[SlowerPlan]
 
 
-class Verdict(TypedDict):
+class PlanVerdict(TypedDict):
     """What other degrees would give: seconds and GiB of their best plan, None where there is none."""
 
     plan: ParallelPlan | None
@@ -71,7 +71,7 @@ class Verdict(TypedDict):
     because: list[str]
 
 
-def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult | None = None) -> Explanation:
+def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult | None = None) -> PlanExplanation:
     """The document of ``plan explain`` for one plan, without ``why_not``."""
     scored = score(plan, question)
     parts = predicted(scored, question)
@@ -134,7 +134,7 @@ def _runner_up(other: Scored, best: Scored) -> SlowerPlan:
     }
 
 
-def why_not(pins: Mapping[str, int], best: Scored, question: SearchRequest) -> Verdict:
+def why_not(pins: Mapping[str, int], best: Scored, question: SearchRequest) -> PlanVerdict:
     """What the named degrees would give when everything else is chosen best for them.
 
     ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is given), ``illegal`` (no plan of
@@ -176,7 +176,7 @@ def least_memory(question: SearchRequest) -> Scored:
     return best
 
 
-def _verdict(other: Scored, verdict: Literal["slower", "faster", "does_not_fit"], reasons: list[str]) -> Verdict:
+def _verdict(other: Scored, verdict: Literal["slower", "faster", "does_not_fit"], reasons: list[str]) -> PlanVerdict:
     return {
         "plan": other.plan,
         "iteration_s": other.step.total_s,

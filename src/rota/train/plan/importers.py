@@ -176,9 +176,9 @@ def from_galvatron(files: Mapping[str, Json], model: ModelShape) -> tuple[Hardwa
     the levels (Galvatron gives the bus bandwidth of a ring), its activation memory that of the model. Raises BadInput
     for what is missing.
     """
-    times = _matching(files, "computation_profiling_bf16", _LAYER)
-    rings = {ranks: gb_s for (ranks,), gb_s in _matching(files, "allreduce_bandwidth_1nodes", _RING).items()}
-    wide = {ranks: gb_s for (ranks,), gb_s in _matching(files, "allreduce_bandwidth_2nodes", _RING).items()}
+    times = _matches(files, "computation_profiling_bf16", _LAYER)
+    rings = {ranks: gb_s for (ranks,), gb_s in _matches(files, "allreduce_bandwidth_1nodes", _RING).items()}
+    wide = {ranks: gb_s for (ranks,), gb_s in _matches(files, "allreduce_bandwidth_2nodes", _RING).items()}
     at = {batch: ms for (batch, seq), ms in times.items() if seq == model.seq}
     if not at or not rings:
         missing = f"layer times at seq {model.seq}" if rings else "all-reduce bandwidths of one node"
@@ -218,7 +218,7 @@ def _kept_mib(files: Mapping[str, Json], seq: int) -> float:
     return 0.0
 
 
-def _matching(files: Mapping[str, Json], prefix: str, pattern: re.Pattern[str]) -> dict[tuple[int, ...], float]:
+def _matches(files: Mapping[str, Json], prefix: str, pattern: re.Pattern[str]) -> dict[tuple[int, ...], float]:
     """Numbers by the integers in their key, of all files whose name begins so."""
     return {
         tuple(int(part) for part in match.groups()): float(value)

@@ -164,7 +164,7 @@ class Dtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
+class CheckpointCadence:
     """How often state is kept: on disk every ``every_s`` seconds, in memory every ``memory_every`` steps."""
 
     every_s: float = 60.0
@@ -208,7 +208,7 @@ class ParallelPlan:
     cp_kind: Literal["ring", "ulysses"] = "ring"
     backend: Literal["auto", "nccl", "gloo", "shm", "mpi", "fake"] = "auto"
     transport: str = "auto"
-    checkpoint: Cadence = Cadence()
+    checkpoint: CheckpointCadence = CheckpointCadence()
     prediction: dict[str, Any] | None = None
     certificate: dict[str, Any] | None = None
     rota_plan: int = FORMAT_VERSION
@@ -267,7 +267,7 @@ _NESTED: dict[str, type] = {
     "head": Layer,
     "sync": Sync,
     "dtype": Dtype,
-    "checkpoint": Cadence,
+    "checkpoint": CheckpointCadence,
 }
 
 

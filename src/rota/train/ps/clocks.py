@@ -37,7 +37,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class WorkerJoined:
     """A worker came, or came back under a newer epoch."""
 
     worker: int
@@ -45,7 +45,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class WorkerLeft:
     """A worker is gone for good, known by the epoch that replaced it or its own word."""
 
     worker: int
@@ -53,7 +53,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TurnAsked:
     """A worker wants to run iteration ``clock``."""
 
     worker: int
@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
+class GradientsPushed:
     """A worker finished iteration ``clock`` and sent its gradients, which may be none."""
 
     worker: int
@@ -71,7 +71,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
+class AdmitWorker:
     """Admission of a worker, whose first iteration is ``clock``."""
 
     worker: int
@@ -79,7 +79,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class GrantTurn:
     """Let the worker run iteration ``clock``."""
 
     worker: int
@@ -87,7 +87,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apply:
+class ApplyPushes:
     """Apply ``weight`` times the sum of these workers' pushes, in this order, as one update."""
 
     pushes: tuple[tuple[int, int], ...]
@@ -96,7 +96,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class DropPush:
     """Forget a push; ``why`` is LATE (its clock was applied without it), STALE or REPEATED."""
 
     worker: int
@@ -105,15 +105,15 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class RefuseWorker:
     """Nothing was done: an older epoch (FENCED), an unknown worker (UNKNOWN), or out of turn (NOT_ITS_TURN)."""
 
     worker: int
     why: Literal["FENCED", "UNKNOWN", "NOT_ITS_TURN"]
 
 
-PsEvent = Joined | Left | Asked | Pushed
-PsEffect = Admit | Grant | Apply | Drop | Refuse
+PsEvent = WorkerJoined | WorkerLeft | TurnAsked | GradientsPushed
+PsEffect = AdmitWorker | GrantTurn | ApplyPushes | DropPush | RefuseWorker
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,30 +143,32 @@ class PsShard:
 
     def handle(self, event: PsEvent) -> list[PsEffect]:
         """Take one event; what has to be done for it, in order."""
-        if event.epoch < self.epochs.get(event.worker, 0):
-            return [Refuse(worker=event.worker, why="FENCED")]
+        worker = event.worker
+        if event.epoch < self.epochs.get(worker, 0):
+            return [RefuseWorker(worker=worker, why="FENCED")]
+        unknown = worker not in self.clocks or event.epoch > self.epochs[worker]
         match event:
-            case Joined():
+            case WorkerJoined():
                 return self._join(event)
-            case Left():
+            case WorkerLeft():
                 return self._leave(event)
-            case Asked() | Pushed() if event.worker not in self.clocks or event.epoch > self.epochs[event.worker]:
-                return [Refuse(worker=event.worker, why="UNKNOWN")]
-            case Asked():
-                return self._ask(event.worker, event.clock)
-            case Pushed():
-                return self._push(event.worker, event.clock)
+            case TurnAsked() | GradientsPushed() if unknown:
+                return [RefuseWorker(worker=worker, why="UNKNOWN")]
+            case TurnAsked():
+                return self._ask(worker, event.clock)
+            case GradientsPushed():
+                return self._push(worker, event.clock)
 
-    def _join(self, event: Joined) -> list[PsEffect]:
+    def _join(self, event: WorkerJoined) -> list[PsEffect]:
         worker = event.worker
         self._forget(worker)
         self.epochs[worker] = event.epoch
         # A push that was acknowledged counts, so its sender continues with the next clock.
         start = self.version if self.rule.mode == "ps_sync" else self.low
         self.clocks[worker] = self.gathered.get(worker, start - 1) + 1
-        return [Admit(worker=worker, clock=self.clocks[worker]), *self._settle()]
+        return [AdmitWorker(worker=worker, clock=self.clocks[worker]), *self._settle()]
 
-    def _leave(self, event: Left) -> list[PsEffect]:
+    def _leave(self, event: WorkerLeft) -> list[PsEffect]:
         self._forget(event.worker)
         self.epochs[event.worker] = event.epoch
         return self._settle()
@@ -179,7 +181,7 @@ class PsShard:
 
     def _ask(self, worker: int, clock: int) -> list[PsEffect]:
         if clock > self.clocks[worker]:
-            return [Refuse(worker=worker, why="NOT_ITS_TURN")]
+            return [RefuseWorker(worker=worker, why="NOT_ITS_TURN")]
         if self.rule.mode == "ps_sync" and worker not in self.pulled:  # clocks that passed without it are over
             self.clocks[worker] = max(self.clocks[worker], self.version)
         self.waiting[worker] = self.clocks[worker]
@@ -187,24 +189,24 @@ class PsShard:
 
     def _push(self, worker: int, clock: int) -> list[PsEffect]:
         if clock < self.clocks[worker]:
-            return [Drop(worker=worker, clock=clock, why="REPEATED")]
+            return [DropPush(worker=worker, clock=clock, why="REPEATED")]
         if clock > self.clocks[worker] or worker not in self.pulled:
-            return [Refuse(worker=worker, why="NOT_ITS_TURN")]
+            return [RefuseWorker(worker=worker, why="NOT_ITS_TURN")]
         staleness = self.version - self.pulled.pop(worker)
         self.clocks[worker] = clock + 1
         if self.rule.mode == "ps_sync":
             if clock < self.version:
                 self.dropped += 1
                 self.clocks[worker] = self.version
-                return [Drop(worker=worker, clock=clock, why="LATE"), *self._settle()]
+                return [DropPush(worker=worker, clock=clock, why="LATE"), *self._settle()]
             self.gathered[worker] = clock
             return self._settle()
         if self.rule.staleness_max is not None and staleness > self.rule.staleness_max:
             self.dropped += 1
-            return [Drop(worker=worker, clock=clock, why="STALE"), *self._settle()]
+            return [DropPush(worker=worker, clock=clock, why="STALE"), *self._settle()]
         self.version += 1
         weight = 1.0 / (1 + staleness) if self.rule.damp else 1.0
-        return [Apply(pushes=((worker, clock),), weight=weight), *self._settle()]
+        return [ApplyPushes(pushes=((worker, clock),), weight=weight), *self._settle()]
 
     def _settle(self) -> list[PsEffect]:
         """Apply what is complete, then let the workers run whose turn has come."""
@@ -212,14 +214,14 @@ class PsShard:
         missing = [worker for worker, clock in self.clocks.items() if clock <= self.version]
         if self.rule.mode == "ps_sync" and self.gathered and len(missing) <= self.rule.backup:
             pushes = tuple(sorted(self.gathered.items()))
-            effects.append(Apply(pushes=pushes, weight=1.0 / len(pushes)))
+            effects.append(ApplyPushes(pushes=pushes, weight=1.0 / len(pushes)))
             self.gathered.clear()
             self.version += 1
         for worker, clock in sorted(self.waiting.items()):
             if self._may_run(clock):
                 del self.waiting[worker]
                 self.pulled[worker] = self.version
-                effects.append(Grant(worker=worker, clock=clock))
+                effects.append(GrantTurn(worker=worker, clock=clock))
         return effects
 
     def _may_run(self, clock: int) -> bool:

@@ -11,38 +11,36 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypedDict, cast
+from typing import Final, TypeAlias, TypedDict, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
 from rota.train.plan.hardware import Json
 from rota.train.ps.clocks import (
-    Admit,
-    Apply,
-    Asked,
-    Drop,
-    Grant,
-    Joined,
-    Left,
+    AdmitWorker,
+    ApplyPushes,
+    DropPush,
+    GradientsPushed,
+    GrantTurn,
     PsEffect,
     PsEvent,
     PsShard,
-    Pushed,
-    Refuse,
+    RefuseWorker,
     Rule,
+    TurnAsked,
+    WorkerJoined,
+    WorkerLeft,
 )
-from rota.train.ps.table import SGD, Dense, Floats, Ids, RowOptimizer, State, Table, TableSpec
+from rota.train.ps.table import SGD, Array, Dense, Floats, Ids, RowOptimizer, State, Table, TableSpec
 
 OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
 HELLO_S: Final = 10.0
 """How long a new connection may be silent before it has shown the token."""
-Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, Any]]"
-"""Arrays by name; the dtypes are those that were sent."""
+Arrays: TypeAlias = Mapping[str, Array]
 Answer = tuple[Json, Arrays]
 """Head and arrays of a message."""
 
@@ -97,14 +95,14 @@ class PsServer:
     def join(self, worker: int, epoch: int) -> int:
         """Take part from the clock that is returned. Raises Fenced for an epoch that was replaced."""
         with self._changed:
-            effects = self._handle(Joined(worker=worker, epoch=epoch))
+            effects = self._handle(WorkerJoined(worker=worker, epoch=epoch))
             self._granted.pop(worker, None)
-            return next(one.clock for one in effects if isinstance(one, Admit) and one.worker == worker)
+            return next(one.clock for one in effects if isinstance(one, AdmitWorker) and one.worker == worker)
 
     def leave(self, worker: int, epoch: int) -> None:
         """Take part no longer: the others do not wait for this worker."""
         with self._changed:
-            self._handle(Left(worker=worker, epoch=epoch))
+            self._handle(WorkerLeft(worker=worker, epoch=epoch))
 
     def turn(self, worker: int, epoch: int, clock: int, timeout_s: float) -> int:
         """Wait until iteration ``clock`` may run; the clock to run, perhaps a later one. Raises TimedOut, Fenced."""
@@ -112,7 +110,7 @@ class PsServer:
         with self._changed:
             self._granted.pop(worker, None)
             mine = self._asked[worker] = self._asked.get(worker, 0) + 1
-            self._handle(Asked(worker=worker, epoch=epoch, clock=clock))
+            self._handle(TurnAsked(worker=worker, epoch=epoch, clock=clock))
             while worker not in self._granted:
                 left_s = end_s - self._clock.monotonic_s()
                 if left_s <= 0:
@@ -157,7 +155,7 @@ class PsServer:
             if fresh:
                 self._payloads[worker, clock] = payload
             try:
-                self._handle(Pushed(worker=worker, epoch=epoch, clock=clock))
+                self._handle(GradientsPushed(worker=worker, epoch=epoch, clock=clock))
             except Fenced:
                 if fresh:  # else it is the acknowledged push of a living worker
                     self._payloads.pop((worker, clock), None)
@@ -208,14 +206,14 @@ class PsServer:
         effects = self._core.handle(event)
         for effect in effects:
             match effect:
-                case Grant(worker=worker, clock=clock):
+                case GrantTurn(worker=worker, clock=clock):
                     self._granted[worker] = clock
                     self._lead_max = max(self._lead_max, clock - self._core.low)
-                case Apply(pushes=pushes, weight=weight):
+                case ApplyPushes(pushes=pushes, weight=weight):
                     self._apply([self._payloads.pop(push) for push in pushes], weight)
-                case Drop(worker=worker, clock=clock, why=why) if why != "REPEATED":
+                case DropPush(worker=worker, clock=clock, why=why) if why != "REPEATED":
                     self._payloads.pop((worker, clock), None)
-                case Refuse(worker=worker, why=why):
+                case RefuseWorker(worker=worker, why=why):
                     raise Fenced(f"{type(event).__name__} of worker {worker}: {why}", hint="join again", worker=worker)
                 case _:
                     pass
@@ -253,7 +251,7 @@ class PsServer:
             if now_s - since_s > self.spec.gone_s:
                 del self._quiet_since_s[worker]
                 if worker in self._core.clocks:
-                    self._handle(Left(worker=worker, epoch=self._core.epochs[worker]))
+                    self._handle(WorkerLeft(worker=worker, epoch=self._core.epochs[worker]))
 
     def linked(self, worker: int, change: int) -> None:
         """A connection of a worker opened (+1) or closed (-1)."""
@@ -373,7 +371,8 @@ def receive(link: socket.socket, *, body_max: int = BODY_BYTES_MAX) -> Answer:
         raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")
     head = json.loads(bytes(_exactly(link, head_bytes)))
     body = _exactly(link, body_bytes)
-    arrays, at = dict[str, NDArray[Any]](), 0
+    arrays: dict[str, Array] = {}
+    at = 0
     for name, dtype, shape in head.pop("arrays"):
         kind = np.dtype(dtype)
         size = kind.itemsize * int(np.prod(shape, dtype=np.int64))

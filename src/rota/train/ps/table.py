@@ -20,7 +20,9 @@ from rota.spec.errors import BadInput, RotaError
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 State: TypeAlias = "dict[str, Any]"
-"""A snapshot: numbers, arrays by name, and snapshots in it."""
+"""A snapshot: numbers, arrays or tensors by name, and snapshots in it."""
+Array: TypeAlias = "np.ndarray[Any, Any]"
+"""An array whose dtype is that which was sent."""
 _GROW: Final = 1024
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import interfaces
+from typescript import types_of
 
 from rota.job.core import transitions
 from rota.spec import errors, events, reasons, states
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "rota"
+TYPES = ROOT / "web" / "src" / "api" / "types.ts"
 PACKAGES = ("spec", "runtime", "tensors", "cluster", "job", "train", "service")
 
 
@@ -171,6 +173,7 @@ def main() -> None:
     """Write the pages that are out of step."""
     wanted = {ROOT / name: page() for name, page in PAGES.items()}
     wanted |= {ROOT / name: page_with_parts(name) for name in PARTS}
+    wanted[TYPES] = types_of(TYPES.parent.parent)
     for path, text in wanted.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
+from rota.service.models.base import ProblemDocument
 from rota.service.rest.app import application
 
 
@@ -45,6 +46,8 @@ def _adapter(document: type) -> TypeAdapter[Any]:
 
 async def check(answer: httpx.Response) -> None:
     """An event hook of a client. Raises AssertionError naming each field that the route does not declare so."""
+    if answer.headers.get("content-type") == "application/problem+json":
+        _adapter(ProblemDocument).validate_json(await answer.aread(), strict=True)
     if answer.is_success and answer.headers.get("content-type") == "application/json":
         request = answer.request
         route = route_of(request.method, re.sub("^http://[^/]+", "", str(request.url)).partition("?")[0])

@@ -167,7 +167,7 @@ def test_a_wrong_token_and_a_silent_address_are_told_apart(tmp_path: Path) -> No
             with Client(address(service)["server"], "rota_x_y") as client:
                 client.status()
 
-        with pytest.raises(NoToken, match="not known"):
+        with pytest.raises(NoToken, match="invalid or expired token"):
             await asyncio.to_thread(wrong)
 
     with_service(tmp_path, test)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from generate import PAGES, PARTS, page_with_parts
+from generate import PAGES, PARTS, TYPES, page_with_parts
 from interfaces import EXITS, page_of_commands, page_of_exits, page_of_job_file
+from typescript import types_of
 
 from rota.service.cli.app import VERBS, verb_function
 from rota.service.cli.completion import flags_of
@@ -49,3 +50,7 @@ def test_tables_within_a_page_are_those_of_the_code(name: str) -> None:
     text = (ROOT / name).read_text()
     assert all(f"<!-- {mark} -->" in text for mark in PARTS[name])
     assert page_with_parts(name) == text, "run 'make docs'"
+
+
+def test_the_types_of_the_ui_are_those_of_the_api() -> None:
+    assert TYPES.read_text() == types_of(TYPES.parent.parent), "run 'make docs' and 'make ui'"

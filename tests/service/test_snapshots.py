@@ -74,3 +74,12 @@ def test_every_route_declares_what_it_answers_with() -> None:
         if kind == "application/json"
     ]
     assert len(schemas) > 50 and all("$ref" in schema for schema in schemas)
+
+
+def test_every_route_declares_the_document_of_its_refusals() -> None:
+    """The client of the tests holds every refusal against it."""
+    described = application().openapi()
+    problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
+    answers = [one["responses"] for methods in described["paths"].values() for one in methods.values()]
+    assert all(one["default"]["content"] == problem and "422" not in one for one in answers)
+    assert described["components"]["schemas"].keys() >= {"ProblemDocument", "Place"}

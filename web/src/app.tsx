@@ -147,7 +147,7 @@ function ThemeChoice() {
 
 const HELP = "Keys: / finds, j and k go to the next and previous job, g and the first letter of a page open it.";
 
-/** `/` goes to the search field, `j` and `k` walk over the rows, `g` and a letter open a page, `?` tells. */
+/** `/` goes to the search field, `j` and `k` walk over the rows, `g` and a letter open a page, `?` lists them. */
 function useKeys(): void {
   useEffect(() => {
     let leader = false;

@@ -1,5 +1,5 @@
 /** Times, durations, sizes and numbers as people read them; the exact value belongs in a title. */
-import type { Stated } from "./api/types";
+import type { Resources } from "./api/types";
 
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -28,7 +28,7 @@ export function number(value: unknown): string {
 }
 
 /** A guarantee or limit: devices, and cores and memory by name. */
-export function stated(of: Stated | null): string {
+export function stated(of: Resources | null): string {
   if (of === null) return "–";
   const cores = of.cpus && `${number(of.cpus)} ${of.cpus === 1 ? "cpu" : "cpus"}`;
   return [of.gpus && number(of.gpus), cores, of.memory_bytes && bytes(of.memory_bytes)].filter(Boolean).join(", ") || "–";

@@ -1,6 +1,6 @@
 /** The parts that compute: formats, differences, timelines, layouts, what is kept of a stream. */
 import { describe, expect, it } from "vitest";
-import type { EventRecord, FailureList, Graph, Job, LogLine, Queue } from "../src/api/types";
+import type { EventRecord, FailureList, GraphDocument, JobDocument, LogLine, QueueRow } from "../src/api/types";
 import { bytes, hue, moment, number, seconds, stated } from "../src/format";
 import { asLines, diffLines, hunks } from "../src/parts/diff";
 import { patchOf } from "../src/parts/ExplainCard";
@@ -18,7 +18,7 @@ describe("formats", () => {
   });
   it("shows sizes, numbers and moments", () => {
     expect([0, 1023, 1536, 80 * 2 ** 30].map(bytes)).toEqual(["0 B", "1023 B", "1.5 KiB", "80.0 GiB"]);
-    const nothing = { gpus: 0, cpus: 0, memory_bytes: 0 };
+    const nothing = { gpus: 0, cpus: 0, gpu_type: null, memory_bytes: 0 };
     const asked = [null, nothing, { ...nothing, gpus: 2, cpus: 8 }, { ...nothing, cpus: 1, memory_bytes: 2 ** 32 }];
     expect(asked.map(stated)).toEqual(["–", "–", "2, 8 cpus", "1 cpu, 4.0 GiB"]);
     expect([1 / 3, 2, "x"].map(number)).toEqual(["0.3333", "2", "x"]);
@@ -51,14 +51,14 @@ describe("differences", () => {
 });
 
 const at = (second: number) => new Date(second * 1000).toISOString();
-const event = (second: number, kind: string, fields: Record<string, unknown> = {}): EventRecord => ({ number: second, job: "j", at: at(second), kind, ...fields });
+const event = (second: number, kind: string, fields: Record<string, unknown> = {}): EventRecord => ({ number: second, seq: second, job: "j", at: at(second), kind, ...fields });
 
 describe("the timeline", () => {
   const job = {
     submitted_at: at(0),
     ended_at: at(30),
     attempts: [{ attempt: 1, admitted_at: at(5), started_at: at(8), ended_at: at(30), reason: "COMPLETED", nodes: [], why: {} }],
-  } as unknown as Job;
+  } as unknown as JobDocument;
   const failures = {
     items: [{ n: 1, seen_at: at(10), decided_at: at(11), ended_at: at(14), level: "process", instance: "a/0", reason: "SIGNALLED", restore: 3 }],
   } as unknown as FailureList;
@@ -86,7 +86,7 @@ describe("the timeline", () => {
     expect(timelineOf(job, failures, events, 0).commits).toEqual([{ at: 9000, n: 3 }]);
   });
   it("a job that waits again after an attempt shows it", () => {
-    const again = { ...job, ended_at: null, attempts: [{ ...job.attempts[0]!, ended_at: at(20) }] } as Job;
+    const again = { ...job, ended_at: null, attempts: [{ ...job.attempts[0]!, ended_at: at(20) }] } as JobDocument;
     const bars = timelineOf(again, { items: [] } as unknown as FailureList, [], 40_000).rows[0]!.bars;
     expect(bars.map((bar) => [bar.from, bar.to])).toEqual([[0, 5000], [20_000, 40_000]]);
   });
@@ -96,9 +96,9 @@ describe("the timeline", () => {
 });
 
 describe("the graph", () => {
-  const role = (name: string, n: number) => ({ name, states: Array(n).fill("READY"), replicas: n }) as unknown as Graph["roles"][number];
+  const role = (name: string, n: number) => ({ name, states: Array(n).fill("READY"), replicas: n }) as unknown as GraphDocument["roles"][number];
   const edge = (source: string, target: string, kind: string) => ({ source, target, kind });
-  const graph = { roles: [role("a", 2), role("b", 30), role("c", 1)], edges: [edge("a", "b", "call"), edge("a", "b", "weights"), edge("b", "c", "call"), edge("c", "a", "call"), edge("b", "b", "mesh")] } as Graph;
+  const graph = { roles: [role("a", 2), role("b", 30), role("c", 1)], edges: [edge("a", "b", "call"), edge("a", "b", "weights"), edge("b", "c", "call"), edge("c", "a", "call"), edge("b", "b", "mesh")] } as GraphDocument;
   it("draws one line for all kinds between two roles, and none from a role to itself", () => {
     expect(linesOf(graph).map((one) => [one.id, one.kinds])).toEqual([["a>b", ["call", "weights"]], ["b>c", ["call"]], ["c>a", ["call"]]]);
   });
@@ -125,14 +125,14 @@ describe("the heat map", () => {
 
 describe("the queue tree", () => {
   it("draws what is borrowed after what is owned, in shares of the cluster", () => {
-    const queue = { path: "a/b", used_gpus: 6, borrowed_gpus: 2, guaranteed_gpus: 4, limit_gpus: null } as Queue;
+    const queue = { path: "a/b", used_gpus: 6, borrowed_gpus: 2, guaranteed_gpus: 4, limit_gpus: null } as QueueRow;
     expect(branchesOf([queue, { ...queue, path: "a" }], 8).map((one) => [one.queue.path, one.depth])).toEqual([["a", 0], ["a/b", 1]]);
     expect(branchesOf([queue], 8)[0]!.share).toEqual({ used: 0.5, borrowed: 0.25, guaranteed: 0.5, limit: null });
   });
 });
 
 describe("output", () => {
-  const line = (offset: number): LogLine => ({ instance: "a/0", attempt: 1, offset, ts: null, stream: "out", text: String(offset) });
+  const line = (offset: number): LogLine => ({ kind: "LogLine", instance: "a/0", attempt: 1, epoch: 1, offset, ts: null, stream: "out", text: String(offset) });
   it("drops what came before and keeps the newest lines", () => {
     const ends = new Map<string, number>();
     const first = joined([], [line(0), line(5)], ends);

@@ -87,8 +87,8 @@ class Metrics(Collector):
             for name, text in (
                 ("rota_sse_clients", "Streams of events and logs that are open."),
                 ("rota_loop_age_seconds", "Since the last round of the service's loop."),
-                ("rota_store_stale_seconds", "So long the store does not answer; 0 when it does."),
-                ("rota_scheduler_slips", "Bugs of the scheduler that its last round met: rota status tells them."),
+                ("rota_store_stale_seconds", "Time for which the store has not answered; 0 when it does."),
+                ("rota_scheduler_slips", "Bugs of the scheduler that its last round met; rota status shows them."),
             )
         )
 

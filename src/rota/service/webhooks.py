@@ -1,4 +1,4 @@
-"""Tell other programs what happened: webhooks, signed, at least once, in order, from a cursor in the log."""
+"""Webhooks on job and node events: signed, at least once, in order, from a cursor in the log."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POLL_S = 1.0
 ANSWER_S = 10.0
 RETRY_S = (1.0, 3600.0)
 GIVE_UP_S = 86_400.0
-"""A notice that nobody takes for so long is dropped, so that the next ones can go out."""
+"""A notice that is not accepted within this time is dropped, so that the next ones can be sent."""
 
 _log = logging.getLogger("rota.service")
 

@@ -240,20 +240,21 @@ class Installed(Standing):
     async def begin(self, job: str, *members: str, pid: int, ready: bool = True) -> None:
         """What a master writes until the instances are started, and ready unless said otherwise."""
         story = self.app.loop.installation.jobs[JobId(job)]
-        epoch, ids = story.ctx.epoch_max, [InstanceId.parse(one) for one in members]
+        ids = [InstanceId.parse(one) for one in members]
+        epochs = {one: story.ctx.instances[one].epoch for one in ids}
         nodes = {one: story.ctx.bundle(one)[1].node for one in ids}
         await self.after(
             MasterStarted(master_epoch=FIRST, pid=pid - 1, node=nodes[ids[0]]),
             Reattached(master_epoch=FIRST),
             *(GangReserved(gang=gang.id, epoch=gang.epoch) for gang in story.ctx.gangs),
             *(
-                InstanceStarted(role=one.role, rank=one.rank, epoch=epoch, node=nodes[one], pid=pid + i)
+                InstanceStarted(role=one.role, rank=one.rank, epoch=epochs[one], node=nodes[one], pid=pid + i)
                 for i, one in enumerate(ids)
             ),
             job=job,
         )
         if ready:
-            await self.after(*(InstanceReady(role=one.role, rank=one.rank, epoch=epoch) for one in ids), job=job)
+            await self.after(*(InstanceReady(role=one.role, rank=one.rank, epoch=epochs[one]) for one in ids), job=job)
 
 
 async def _inspected(spec: JobSpec, workdir: str) -> JobSpec | Refused:

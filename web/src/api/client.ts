@@ -1,12 +1,12 @@
 /** The one module that speaks to the service: paths, headers and errors of the REST API. */
 import type {
-  DrainPlan, EventList, Explanation, FailureList, Graph, Heat, Job, JobRow, JobSpecDocument, NodeDocument, Outlook, Page, Place,
-  Placement, PlanReport, Profile, Queue, Status, Template,
+  DrainPlan, EventList, Explanation, FailureList, GraphDocument, Heat, JobDocument, JobList, JobSpecDocument, NodeList, NodeRow, Outlook, Place,
+  PlacementDocument, PlanReport, ProfileList, QueueTree, StatusDocument, TemplateList,
 } from "./types";
 
 const BASE = "/api/v1";
 
-/** A refusal as RFC 9457 tells it: what is wrong, where, and what to do. */
+/** A refusal (RFC 9457): what is wrong, where, and what to do. */
 export class Problem extends Error {
   constructor(
     readonly status: number,
@@ -82,31 +82,31 @@ export interface SubmitBody {
 export type JobAction = "stop" | "pause" | "resume";
 
 export const api = {
-  status: () => get<Status>("/status"),
+  status: () => get<StatusDocument>("/status"),
   heat: () => get<Heat>("/cluster/heat"),
-  queues: () => get<Page<Queue>>("/queues"),
-  nodes: () => get<Page<NodeDocument>>("/nodes"),
-  node: (id: string) => get<NodeDocument>(`/nodes/${part(id)}`),
+  queues: () => get<QueueTree>("/queues"),
+  nodes: () => get<NodeList>("/nodes"),
+  node: (id: string) => get<NodeRow>(`/nodes/${part(id)}`),
   markNode: (id: string, action: string, reason: string, dryRun: boolean) =>
     ask<DrainPlan>("POST", `/nodes/${part(id)}:${action}`, { reason, dry_run: dryRun }),
-  jobs: (wanted: JobQuery) => get<Page<JobRow>>(`/jobs${query({ ...wanted })}`),
-  job: (id: string) => get<Job>(`/jobs/${part(id)}`),
+  jobs: (wanted: JobQuery) => get<JobList>(`/jobs${query({ ...wanted })}`),
+  job: (id: string) => get<JobDocument>(`/jobs/${part(id)}`),
   explain: (id: string) => get<Explanation>(`/jobs/${part(id)}/explain`),
   failures: (id: string) => get<FailureList>(`/jobs/${part(id)}/failures`),
-  graph: (id: string) => get<Graph>(`/jobs/${part(id)}/graph`),
-  placement: (id: string) => get<Placement>(`/jobs/${part(id)}/placement`),
+  graph: (id: string) => get<GraphDocument>(`/jobs/${part(id)}/graph`),
+  placement: (id: string) => get<PlacementDocument>(`/jobs/${part(id)}/placement`),
   spec: (id: string) => get<JobSpecDocument>(`/jobs/${part(id)}/spec`),
   events: (id: string, type = "", after = 0) =>
     get<EventList>(`/jobs/${part(id)}/events${query({ type, after: after || undefined, limit: 1000 })}`),
   recent: (after: number, limit: number) => get<EventList>(`/events${query({ after: after || undefined, limit })}`),
-  act: (id: string, action: JobAction) => ask<Job>("POST", `/jobs/${part(id)}:${action}`, {}),
-  /** `version` of the document that the change was made from: the service refuses when somebody else edited since. */
+  act: (id: string, action: JobAction) => ask<JobDocument>("POST", `/jobs/${part(id)}:${action}`, {}),
+  /** `version` of the document that the change was made from: the service refuses it after an edit by another user. */
   change: (id: string, changes: Record<string, unknown>, version?: number) =>
-    ask<Job>("PATCH", `/jobs/${part(id)}`, { changes }, version === undefined ? {} : { "If-Match": `"${version}"` }),
+    ask<JobDocument>("PATCH", `/jobs/${part(id)}`, { changes }, version === undefined ? {} : { "If-Match": `"${version}"` }),
   plan: (body: SubmitBody) => ask<PlanReport>("POST", "/jobs:plan", body),
-  submit: (body: SubmitBody, key: string) => ask<Job>("POST", "/jobs", body, { "Idempotency-Key": key }),
-  templates: () => get<Page<Template>>("/templates"),
-  profiles: () => get<Page<Profile>>("/sim/profiles"),
+  submit: (body: SubmitBody, key: string) => ask<JobDocument>("POST", "/jobs", body, { "Idempotency-Key": key }),
+  templates: () => get<TemplateList>("/templates"),
+  profiles: () => get<ProfileList>("/sim/profiles"),
   outlook: (profiles: string[]) => ask<Outlook>("POST", "/sim/outlook", { profiles }),
 };
 

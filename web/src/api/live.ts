@@ -1,4 +1,4 @@
-/** Events as they happen: one tab of the browser follows the log and tells the others; each refreshes what it shows. */
+/** Events as they happen: one tab of the browser follows the log and notifies the others; each refreshes what it shows. */
 import type { QueryClient } from "@tanstack/react-query";
 import { useSyncExternalStore } from "react";
 import { api, streams } from "./client";

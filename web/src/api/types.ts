@@ -1,27 +1,409 @@
-/** Documents of the REST API as the UI reads them; fields that no page shows are left out. */
+/** Documents of the REST API that the UI reads. Written by docs/generate.py from the OpenAPI document. */
 
-export type JobState =
-  | "SUBMITTED" | "QUEUED" | "ADMITTED" | "CHECKING" | "STARTING" | "RUNNING" | "RECOVERING" | "RESIZING"
-  | "PREEMPTING" | "PAUSED" | "STOPPING" | "SUCCEEDED" | "FAILED" | "CANCELLED";
-
-export interface Page<T> {
-  items: T[];
-  next: string | null;
+/** What is before a job in the order of its queue. */
+export interface Ahead {
+  jobs: number;
+  gpus: number;
 }
 
-export interface Progress {
-  commit: number;
+/** One admission of a job to devices and what ended it. */
+export interface AttemptRow {
+  attempt: number;
+  epoch: number;
+  admitted_at: string | null;
+  started_at: string | null;
+  ended_at: string | null;
+  reason: string | null;
+  for_job: string;
+  nodes: string[];
+  why: Record<string, unknown>;
+}
+
+/** What losing an instance of a role does. */
+export interface BlastRadius {
+  text: string;
+  restarts: string[];
+  re_forms: string[];
+  pauses: string[];
+}
+
+/** A job that holds devices, and when its time limit ends it. */
+export interface Blocker {
+  job: string;
+  gpus: number;
+  cpus: number;
+  ends: string | null;
+  basis: "time_limit" | "unknown";
+}
+
+/** Devices of a node that one bundle of a gang has. */
+export interface BundleRow {
+  index: number;
+  node: string;
+  host: string;
+  devices: number[];
+  res: Resources;
+}
+
+/** An edit of a job. */
+export interface ChangeRow {
+  at: string | null;
+  by: string;
+  changes: Record<string, unknown>;
+}
+
+/** How many nodes, devices and jobs there are; `jobs` by state. */
+export interface ClusterTotals {
+  nodes: number;
+  nodes_bad: number;
+  gpus: number;
+  gpus_used: number;
+  jobs: Record<string, number>;
+}
+
+/** One decision of the scheduler about the job. */
+export interface Decision {
+  at: string | null;
+  decision: string;
+  reason?: string;
+  text?: string;
+  attempt?: number;
+  why?: Record<string, unknown>;
+  fields?: Record<string, unknown>;
+}
+
+/** A device of a node and the job that holds it. */
+export interface DeviceRow {
+  index: number;
+  type: string;
+  health: string;
+  memory_bytes: number;
+  job: string | null;
+}
+
+/** What marking a node does, or would do. */
+export interface DrainPlan {
+  api: "rota/v1";
+  kind: "DrainPlan";
+  node: string;
+  action: string;
+  dry_run: boolean;
+  jobs: DrainRow[];
+  state: string;
+}
+
+/** What becomes of a job on the node. */
+export interface DrainRow {
+  job: string;
+  effect: string;
+}
+
+/** How far a drained node is: `safe` when it may be taken down. */
+export interface DrainState {
+  jobs_left: number;
+  until: string | null;
+  safe: boolean;
+}
+
+/** When the job would start, in Unix seconds. */
+export interface DryRunEstimate {
+  p50: number | null;
+  p90: number | null;
+  basis: string;
+}
+
+/** What the scheduler says of a job that was not submitted; `since` in Unix seconds. */
+export interface DryRunExplanation {
+  job: string;
+  state: string;
+  starts_now: boolean;
+  why: Why | null;
+  tally: TallyRow[];
+  ahead: Ahead;
+  would_start_now_with: StartChange[];
+  victims_if_preempted: VictimRow[];
+  estimate: DryRunEstimate | null;
+  since: number;
+  decisions: (Record<string, unknown>)[];
+}
+
+/** An edge as it was declared. */
+export interface EdgeRow {
+  source: string;
+  target: string;
+  kind: string;
+}
+
+/** An edit with the spec before and after it. */
+export interface EditRow {
+  at: string | null;
+  by: string;
+  before: Record<string, unknown>;
+  after: Record<string, unknown>;
+}
+
+/** When a job would start; `age_s` is how long ago that was played. */
+export interface EstimateDocument {
+  p50: string | null;
+  p90: string | null;
+  basis: string;
+  age_s: number | null;
+}
+
+/** A page of events; `last` is the number of the last record that was looked at. */
+export interface EventList {
+  api: "rota/v1";
+  kind: "EventList";
+  job: string | null;
+  items: EventRecord[];
+  next: number | null;
+  last: number;
+}
+
+/** One event: these fields, and those of its kind for whoever may read the job. */
+export interface EventRecord {
+  number: number;
+  job: string | null;
+  seq: number;
   at: string;
-  metrics: Record<string, unknown>;
+  kind: string;
+  [field: string]: unknown;
 }
 
-export interface JobRow {
+/** Why a job is where it is, and what would let it start now. */
+export interface Explanation {
+  api: "rota/v1";
+  kind: "Explanation";
+  job: string;
+  state: JobStateName;
+  since: string | null;
+  phase: string;
+  waiting: boolean;
+  queue: QueueUse;
+  why: Why | null;
+  tally: TallyRow[];
+  ahead: Ahead;
+  would_start_now_with: StartChange[];
+  victims_if_preempted: VictimRow[];
+  estimate: EstimateDocument | null;
+  starts_now: boolean;
+  blocked_by: Blocker[];
+  placement: PlacedOn | null;
+  plans: RolePlan[];
+  decisions: Decision[];
+  see: string;
+}
+
+/** The failure timeline; `open_losses` no recovery has begun for. */
+export interface FailureList {
+  api: "rota/v1";
+  kind: "FailureList";
+  job: string;
+  state: JobStateName;
+  first: LossRow | null;
+  items: FailureRow[];
+  end: JobEnd | null;
+  open_losses: LossRow[];
+  masters: ReplacedMaster[];
+  next: null;
+}
+
+/** One recovery: cause, level, what was restored, how long it took. */
+export interface FailureRow {
+  n: number;
+  failover: number | null;
+  attempt: number;
+  level: string;
+  moved_from: string | null;
+  move_reason: string | null;
+  reason: string;
+  fault: string;
+  text: string;
+  role: string;
+  rank: number;
+  instance: string;
+  traceback: string;
+  scope: ScopeRow[];
+  restore: number;
+  restored_from: string;
+  lost_commits: number;
+  seen_at: string | null;
+  decided_at: string | null;
+  ended_at: string | null;
+  detect_to_decide_s: number;
+  seconds: number | null;
+  joined_by: number | null;
+  healed: boolean;
+  losses: LossRow[];
+}
+
+/** The devices of a gang. */
+export interface GrantRow {
+  gang: string;
+  bundles: BundleRow[];
+}
+
+/** The devices of a whole job. */
+export interface GrantedPlacement {
+  gangs: GrantRow[];
+}
+
+/** Roles, edges and sub-graphs; `job` is null for a job file that was not submitted. */
+export interface GraphDocument {
+  api: "rota/v1";
+  kind: "Graph";
+  job: string | null;
+  name: string;
+  roles: GraphRole[];
+  edges: EdgeRow[];
+  streams: GraphStream[];
+  subgraphs: string[][];
+  units: string[][];
+  order: string[];
+  observed: ObservedEdge[];
+}
+
+/** A role in the graph; `states` has one entry an instance. */
+export interface GraphRole {
+  name: string;
+  replicas: number;
+  replicas_max: number;
+  loop: boolean;
+  stateful: boolean;
+  restart: string;
+  mesh: Record<string, number>;
+  blast_radius: string;
+  states: string[];
+}
+
+/** A stream, with its ledger at the last commit. */
+export interface GraphStream {
+  name: string;
+  cap: number;
+  source: string | null;
+  seen: StreamRow | null;
+}
+
+/** Every node with the holder of each device. */
+export interface Heat {
+  api: "rota/v1";
+  kind: "Heat";
+  jobs: string[];
+  items: HeatNode[];
+}
+
+/** `held` has for each device the place of its job in `jobs`, or null; `bad` are places of bad devices. */
+export interface HeatNode {
   id: string;
+  cells: string[];
+  state: string;
+  held: (number | null)[];
+  bad: number[];
+}
+
+/** One instance: `error` is the last loss, `progress` the last report to the master. */
+export interface InstanceRow {
+  instance: string;
+  role: string;
+  rank: number;
+  state: string;
+  since: string | null;
+  node: string;
+  pid: number | null;
+  epoch: number;
+  standby: boolean;
+  restarts: number;
+  devices: number[];
+  restored: number;
+  progress: ProgressReport | null;
+  error: LossFields | null;
+}
+
+/** One job with every instance; `output` is the folder of what it leaves, `url` its page. */
+export interface JobDocument {
+  id: string;
+  uid: string;
   name: string;
   user: string;
   queue: string;
   priority: number;
-  state: JobState;
+  state: JobStateName;
+  phase: string;
+  reason: string | null;
+  text: string;
+  since: string;
+  submitted_at: string;
+  queued_at: string | null;
+  started_at: string | null;
+  ended_at: string | null;
+  run_s: number;
+  attempt: number;
+  failovers: number;
+  restarts: number;
+  instances_total: number;
+  instances_ready: number;
+  gpus: number;
+  nodes: string[];
+  labels: Record<string, string>;
+  progress: Progress | null;
+  api: "rota/v1";
+  kind: "Job";
+  roles: RoleRow[];
+  instances: InstanceRow[];
+  streams: StreamRow[];
+  master: MasterRow | null;
+  attempts: AttemptRow[];
+  error: JobError | null;
+  changes: ChangeRow[];
+  workdir: string;
+  filename: string;
+  version: number;
+  seq: number;
+  events: number;
+  output: string;
+  url: string;
+}
+
+/** The failure that ended a job. */
+export interface JobEnd {
+  at: string | null;
+  reason: string;
+  fault: string;
+  text: string;
+  role: string | null;
+  rank: number | null;
+  instance: string;
+  traceback: string;
+}
+
+/** Why a job failed, and whose failure ended it. */
+export interface JobError {
+  reason: string;
+  fault: string;
+  text: string;
+  role: string | null;
+  rank: number | null;
+  instance: string;
+  traceback: string;
+}
+
+/** A page of jobs; `next` is the cursor of the following one. */
+export interface JobList {
+  api: "rota/v1";
+  kind: "JobList";
+  items: JobRow[];
+  next: string | null;
+}
+
+/** One row of a list of jobs. */
+export interface JobRow {
+  id: string;
+  uid: string;
+  name: string;
+  user: string;
+  queue: string;
+  priority: number;
+  state: JobStateName;
   phase: string;
   reason: string | null;
   text: string;
@@ -42,167 +424,78 @@ export interface JobRow {
   progress: Progress | null;
 }
 
-export interface Loss {
-  at: string;
-  instance: string;
-  epoch: number;
-  reason: string;
-  text: string;
-  traceback: string;
-  exit_code: number | null;
-  signal: number | null;
-}
-
-export interface Instance {
-  instance: string;
-  role: string;
-  rank: number;
-  state: string;
-  since: string;
-  node: string;
-  pid: number | null;
-  epoch: number;
-  restarts: number;
-  devices: number[];
-  restored: number;
-  progress: { n: number; unit: string; idle_s: number; beat_age_s: number; busy: string[]; quiet: boolean } | null;
-  error: Omit<Loss, "instance"> | null;
-}
-
-export interface Attempt {
-  attempt: number;
-  admitted_at: string;
-  started_at: string | null;
-  ended_at: string | null;
-  reason: string | null;
-  nodes: string[];
-  why: Record<string, unknown>;
-}
-
-export interface Job extends JobRow {
-  roles: { name: string; workload: string | null; run: string[] | null; replicas: number; ready: number; restarts: number }[];
-  instances: Instance[];
-  master: { pid: number; epoch: number; node: string; since: string } | null;
-  attempts: Attempt[];
-  error: { reason: string; fault: string; text: string; role: string | null; rank: number | null; instance: string; traceback: string } | null;
-  changes: { at: string; by: string; changes: Record<string, unknown> }[];
-  workdir: string;
-  version: number;
-}
-
-export interface Why {
-  code: string;
-  text: string;
-  fields?: Record<string, unknown>;
-}
-
-export interface Explanation {
-  job: string;
-  state: JobState;
-  since: string;
-  waiting: boolean;
-  queue: { path: string; used: number; guaranteed: number | null; limit: number | null };
-  why: Why | null;
-  tally: { constraint: string; nodes_left: number }[];
-  ahead: { jobs: number; gpus: number };
-  blocked_by: { job: string; gpus: number; cpus: number; ends: string | null; basis: string }[];
-  would_start_now_with: { change: unknown; text?: string; cost?: string }[];
-  victims_if_preempted: { job: string; lost_gpu_s?: number }[];
-  estimate: { p50: number | string | null; p90: number | string | null; basis: string } | null;
-  starts_now: boolean;
-  placement: { nodes: string[]; why: Record<string, unknown> } | null;
-  decisions: { at: string; decision: string; text?: string; reason?: string; why?: Record<string, unknown> }[];
-}
-
-export interface Failure {
-  n: number;
-  attempt: number;
-  level: string;
-  moved_from: string | null;
-  reason: string;
-  fault: string;
-  text: string;
-  instance: string;
-  traceback: string;
-  scope: { instance: string; epoch: number }[];
-  restore: number;
-  lost_commits: number;
-  seen_at: string;
-  decided_at: string;
-  ended_at: string | null;
-  detect_to_decide_s: number;
-  seconds: number | null;
-  joined_by: number | null;
-  healed: boolean;
-  losses: Loss[];
-}
-
-export interface FailureList {
-  first: Loss | null;
-  items: Failure[];
-  end: { at: string; reason: string; text: string; role: string | null; rank: number | null; instance: string; traceback: string } | null;
-  open_losses: Loss[];
-}
-
-export interface GraphRole {
-  name: string;
-  replicas: number;
-  loop: boolean;
-  stateful: boolean;
-  restart: string;
-  mesh: Record<string, unknown>;
-  blast_radius: string;
-  states: string[];
-}
-
-export interface Graph {
-  roles: GraphRole[];
-  edges: { source: string; target: string; kind: string }[];
-  streams: { name: string; cap: number | null; source: string | null }[];
-  subgraphs: string[][];
-  units: string[][];
-}
-
-export interface Placement {
-  attempt: number;
-  why: Record<string, unknown> | null;
-  items: { instance: string; node: string; devices: number[] }[];
-}
-
+/** A job as it was given and as it was understood. */
 export interface JobSpecDocument {
+  api: "rota/v1";
+  kind: "JobSpec";
+  job: string;
   source: string;
   filename: string;
+  digest: string;
   spec: Record<string, unknown>;
-  edits: { at: string; by: string; before: Record<string, unknown>; after: Record<string, unknown> }[];
+  edits: EditRow[];
 }
 
+export type JobStateName = "SUBMITTED" | "QUEUED" | "ADMITTED" | "CHECKING" | "STARTING" | "RUNNING" | "RECOVERING" | "RESIZING" | "PREEMPTING" | "PAUSED" | "STOPPING" | "SUCCEEDED" | "FAILED" | "CANCELLED";
+
+/** One line that an instance printed; `ts` is null for what came without a time. */
 export interface LogLine {
+  kind: "LogLine";
   instance: string;
   attempt: number;
+  epoch: number;
   offset: number;
   ts: string | null;
   stream: string;
   text: string;
 }
 
-export interface EventRecord {
-  number: number;
-  job: string | null;
-  at: string;
-  kind: string;
-  [field: string]: unknown;
+/** How an instance was lost, and when that was reported. */
+export interface LossFields {
+  at: string | null;
+  reason: string;
+  text: string;
+  traceback: string;
+  exit_code: number | null;
+  signal: number | null;
+  epoch: number;
 }
 
-export interface EventList {
-  items: EventRecord[];
-  next: number | null;
-  last: number;
+/** A lost instance; `process_alive`: its code raised and the process is still there. */
+export interface LossRow {
+  instance: string;
+  at: string | null;
+  reason: string;
+  text: string;
+  traceback: string;
+  exit_code: number | null;
+  signal: number | null;
+  epoch: number;
+  process_alive: boolean;
 }
 
-export interface NodeDocument {
+/** The master of a job. */
+export interface MasterRow {
+  pid: number;
+  epoch: number;
+  node: string;
+  since: string | null;
+}
+
+/** Nodes by id; `next` is the cursor of the following page. */
+export interface NodeList {
+  api: "rota/v1";
+  kind: "NodeList";
+  items: NodeRow[];
+  next: string | null;
+}
+
+/** A node with its devices, who holds them, and its fitness. */
+export interface NodeRow {
   id: string;
   host: string;
   state: string;
+  drain: DrainState | null;
   cells: string[];
   labels: Record<string, string>;
   cpus: number;
@@ -210,7 +503,7 @@ export interface NodeDocument {
   memory_bytes: number;
   gpus: number;
   gpus_used: number;
-  devices: { index: number; type: string; health: string; memory_bytes: number; job: string | null }[];
+  devices: DeviceRow[];
   jobs: string[];
   joined_at: string | null;
   marked_at: string | null;
@@ -218,36 +511,172 @@ export interface NodeDocument {
   text: string;
 }
 
-/** One node of the heat map: `held` has for each device the place of its job in `jobs`, or null. */
-export interface HeatNode {
-  id: string;
-  cells: string[];
-  state: string;
-  held: (number | null)[];
-  bad: number[];
+/** Who really called whom since the processes began: `bytes` both ways, about. */
+export interface ObservedEdge {
+  source: string;
+  target: string;
+  kind: string;
+  what: string;
+  n: number;
+  failed: number;
+  waited_s: number;
+  bytes: number;
 }
 
-export interface Heat {
-  jobs: string[];
-  items: HeatNode[];
+/** What would become of the live jobs under other profiles. */
+export interface Outlook {
+  api: "rota/v1";
+  kind: "Outlook";
+  profiles: string[];
+  basis: string;
+  summary: Record<string, OutlookFigures>;
+  items: OutlookJob[];
 }
 
-/** What a queue promises or allows; 0 is not stated. */
-export interface Stated {
+/** What one profile makes of the live jobs. */
+export interface OutlookFigures {
+  jobs: number;
+  started: number;
+  finished: number;
+  wait_s: Spread;
+  jct_s: Spread;
+  makespan_s: number;
+  utilisation: number | null;
+  preemptions: number;
+}
+
+/** When a job would start and end under each profile, in seconds from now; null: not within the horizon. */
+export interface OutlookJob {
+  job: string;
+  queue: string;
   gpus: number;
-  cpus: number;
-  memory_bytes: number;
+  state: string;
+  starts_s: Record<string, number | null>;
+  ends_s: Record<string, number | null>;
+  preemptions: Record<string, number>;
 }
 
-export interface Queue {
+/** A mistake in a job file or request, and where it is; `line` and `col` count from 1. */
+export interface Place {
+  loc: string;
+  line: number;
+  col: number;
+  message: string;
+  hint: string;
+  code: string;
+  file: string;
+  source: string;
+}
+
+/** Where a job runs, and why there. */
+export interface PlacedOn {
+  nodes: string[];
+  why: Record<string, unknown>;
+}
+
+/** Which devices each instance has, in the present or last attempt. */
+export interface PlacementDocument {
+  api: "rota/v1";
+  kind: "Placement";
+  job: string;
+  attempt: number;
+  why: Record<string, unknown> | null;
+  items: PlacementRow[];
+  next: null;
+}
+
+/** Devices of a node that one instance has. */
+export interface PlacementRow {
+  instance: string;
+  index: number;
+  node: string;
+  host: string;
+  devices: number[];
+  res: Resources;
+}
+
+/** What submitting a job would do. */
+export interface PlanReport {
+  api: "rota/v1";
+  kind: "PlanReport";
+  name: string;
+  digest: string;
+  feasible: boolean;
+  starts_now: boolean;
+  why: Why | null;
+  explanation: DryRunExplanation;
+  notes: string[];
+  roles: PlannedRole[];
+  gangs: (Record<string, unknown>)[];
+  subgraphs: string[][];
+  placement: GrantedPlacement | null;
+  spec: Record<string, unknown>;
+}
+
+/** A role as a dry run shows it; `fixed_size` says why it cannot grow. */
+export interface PlannedRole {
+  name: string;
+  workload: string | null;
+  run: string[] | null;
+  replicas: number;
+  replicas_max: number;
+  fixed_size: string;
+  resources: Resources;
+  restart: string;
+  stateful: boolean;
+  loop: boolean;
+  plans: SizedPlanRow[];
+  blast_radius: BlastRadius;
+}
+
+/** Every scheduling profile. */
+export interface ProfileList {
+  api: "rota/v1";
+  kind: "ProfileList";
+  items: ProfileRow[];
+  next: null;
+}
+
+/** A scheduling profile with the sentence of its policy. */
+export interface ProfileRow {
+  name: string;
+  text: string;
+}
+
+/** The last commit of a job, with the metrics that its loop gave. */
+export interface Progress {
+  commit: number;
+  at: string | null;
+  metrics: Record<string, unknown>;
+}
+
+/** What an instance last reported to its master. */
+export interface ProgressReport {
+  n: number;
+  unit: string;
+  idle_s: number;
+  beat_age_s: number;
+  busy: string[];
+  quiet: string;
+  waits_for: string[];
+  step_s: number;
+  cpus: number;
+  rss_bytes: number;
+  weights: WeightsRow[];
+}
+
+/** A queue with what it promises, holds and lets wait. */
+export interface QueueRow {
   path: string;
-  parent: string | null;
-  state: string;
+  guaranteed: Resources | null;
+  limit: Resources | null;
+  user_limit: Resources | null;
   weight: number;
+  priority: number;
+  preemptible: boolean;
+  state: string;
+  parent: string | null;
   used_gpus: number;
-  guaranteed: Stated | null;
-  limit: Stated | null;
-  user_limit: Stated | null;
   guaranteed_gpus: number | null;
   limit_gpus: number | null;
   borrowed_gpus: number;
@@ -257,7 +686,93 @@ export interface Queue {
   oldest_wait_since: string | null;
 }
 
-export interface Status {
+/** Every queue, parents first. */
+export interface QueueTree {
+  api: "rota/v1";
+  kind: "QueueTree";
+  items: QueueRow[];
+  next: null;
+}
+
+/** Devices and cores that the queue of a job uses, promises and allows; null is not stated. */
+export interface QueueUse {
+  path: string;
+  used: number;
+  used_cpus: number;
+  guaranteed: number | null;
+  limit: number | null;
+  guaranteed_cpus: number | null;
+  limit_cpus: number | null;
+}
+
+/** A master of the job that was replaced: that costs the job nothing. */
+export interface ReplacedMaster {
+  pid: number;
+  text: string;
+  at: string | null;
+}
+
+/** What one instance asks for, or a queue promises: memory in bytes. */
+export interface Resources {
+  cpus: number;
+  gpus: number;
+  gpu_type: string | null;
+  memory_bytes: number;
+}
+
+/** The parallel plan of a role. */
+export interface RolePlan {
+  replicas: number;
+  why: string;
+  role: string;
+}
+
+/** One role of a job: `replicas` are wanted now, `ready` are there. */
+export interface RoleRow {
+  name: string;
+  workload: string | null;
+  run: string[] | null;
+  replicas: number;
+  ready: number;
+  restarts: number;
+  resources: Resources;
+  restart: string;
+  loop: boolean;
+  plans: SizedPlanRow[];
+}
+
+/** An instance that a recovery touches, with its new epoch. */
+export interface ScopeRow {
+  instance: string;
+  epoch: number;
+}
+
+/** The parallel plan of a role for one number of instances. */
+export interface SizedPlanRow {
+  replicas: number;
+  why: string;
+}
+
+/** Mean, quantiles and maximum; null without values. */
+export interface Spread {
+  mean: number | null;
+  p50: number | null;
+  p95: number | null;
+  p99: number | null;
+  max: number | null;
+}
+
+/** A change that would let the job start now; `change` is `{set, value}`. */
+export interface StartChange {
+  change: Record<string, unknown>;
+  text: string;
+  cost: string;
+}
+
+/** The service and its parts; `warnings` name what is not well. */
+export interface StatusDocument {
+  api: "rota/v1";
+  kind: "Status";
   state: string;
   version: string;
   url: string;
@@ -268,68 +783,62 @@ export interface Status {
   profile: string;
   pretend: string | null;
   parts: Record<string, Record<string, unknown>>;
-  cluster: { nodes: number; nodes_bad: number; gpus: number; gpus_used: number; jobs: Partial<Record<JobState, number>> };
+  cluster: ClusterTotals;
   warnings: string[];
 }
 
-export interface DrainPlan {
-  node: string;
-  action: string;
-  dry_run: boolean;
-  jobs: { job: string; effect: string }[];
-  state: string;
-}
-
-export interface Place {
-  loc: string;
-  line: number;
-  col: number;
-  message: string;
-  hint: string;
-  code: string;
-}
-
-export interface PlanReport {
+/** The ledger of a stream: `admitted = pending + leased + queued + trained + dropped`. */
+export interface StreamRow {
   name: string;
-  starts_now: boolean;
-  why: Why | null;
-  explanation: Explanation;
-  roles: { name: string; workload: string | null; run: string[] | null; replicas: number; blast_radius: { text: string } }[];
-  subgraphs: string[][];
-  placement: { gangs: { gang: string; bundles: { node: string; devices: number[] }[] }[] } | null;
+  admitted: number;
+  pending: number;
+  leased: number;
+  queued: number;
+  trained: number;
+  dropped: Record<string, number>;
+  again: number;
+  age: number;
 }
 
-export interface Template {
+/** Nodes left after one constraint. */
+export interface TallyRow {
+  constraint: string;
+  nodes_left: number;
+}
+
+/** The jobs to begin with. */
+export interface TemplateList {
+  api: "rota/v1";
+  kind: "TemplateList";
+  items: TemplateRow[];
+  next: null;
+}
+
+/** A job to begin with, and its files. */
+export interface TemplateRow {
   name: string;
   text: string;
   files: Record<string, string>;
 }
 
-export interface Profile {
-  name: string;
-  text: string;
-}
-
-/** One job of a comparison: when it would start under each policy, in seconds from now; null: not within the horizon. */
-export interface OutlookJob {
+/** A job that would be stopped, and the device seconds that it would lose. */
+export interface VictimRow {
   job: string;
-  queue: string;
-  gpus: number;
+  lost_gpu_s?: number | null;
+}
+
+/** What an instance holds of a weights edge: `behind` in versions, `behind_s` in seconds. */
+export interface WeightsRow {
+  edge: string;
   state: string;
-  starts_s: Record<string, number | null>;
-  preemptions: Record<string, number>;
+  held: number | null;
+  behind: number | null;
+  behind_s: number | null;
 }
 
-export interface Spread {
-  mean: number | null;
-  p50: number | null;
-  p95: number | null;
-  max: number | null;
-}
-
-export interface Outlook {
-  profiles: string[];
-  basis: string;
-  summary: Record<string, { started: number; jobs: number; wait_s: Spread; jct_s: Spread; makespan_s: number; utilisation: number | null; preemptions: number }>;
-  items: OutlookJob[];
+/** A reason code, its sentence, and the values that go with it. */
+export interface Why {
+  code: string;
+  text: string;
+  fields: Record<string, unknown>;
 }

@@ -1,7 +1,7 @@
 /** The service itself: its parts and their health, and who changed what. */
 import { useQuery } from "@tanstack/react-query";
 import { api } from "../api/client";
-import type { EventRecord, Status } from "../api/types";
+import type { EventRecord, StatusDocument } from "../api/types";
 import { Answer, Card, Facts, State, Table, When } from "../parts/basics";
 import { jobPath, Link } from "../router";
 
@@ -50,7 +50,7 @@ function detail(one: EventRecord): string {
   return [one.health, one.reason, one.text].filter((part) => typeof part === "string" && part).join(" ");
 }
 
-function Parts({ of }: { of: Status }) {
+function Parts({ of }: { of: StatusDocument }) {
   return (
     <>
       <Facts

@@ -8,7 +8,7 @@ import { Answer, Card, Table, Trouble } from "../parts/basics";
 import { Chart, type Series } from "../parts/Chart";
 import { jobPath, Link } from "../router";
 
-/** How many of the jobs have started after so many seconds, one curve a policy. */
+/** How many of the jobs have started after a number of seconds, one curve a policy. */
 export function startedOver(outlook: Outlook): Series[] {
   return outlook.profiles.map((name) => {
     const starts = outlook.items.map((one) => one.starts_s[name] ?? null).filter((at): at is number => at !== null);

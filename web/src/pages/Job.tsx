@@ -2,13 +2,13 @@
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, type JobAction } from "../api/client";
-import type { Job as JobDocument } from "../api/types";
+import type { JobDocument } from "../api/types";
 import { number, seconds } from "../format";
 import { Answer, Card, Facts, Seconds, State, Table, Trouble, When } from "../parts/basics";
 import { Diff } from "../parts/Diff";
 import { asLines } from "../parts/diff";
 import { Decisions, ExplainCard } from "../parts/ExplainCard";
-import { FailureStory } from "../parts/FailureStory";
+import { Failures } from "../parts/Failures";
 import { LogView } from "../parts/LogView";
 import { Metrics } from "../parts/Metrics";
 import { RoleGraph } from "../parts/RoleGraph";
@@ -171,7 +171,7 @@ function TimelineTab({ job }: { job: JobDocument }) {
         />
       </Card>
       <Card title={`Events (the first ${events.data.items.length})`}>
-        <ol className="story small" tabIndex={0} aria-label="Events">
+        <ol className="events small" tabIndex={0} aria-label="Events">
           {events.data.items.slice(-200).map((one) => (
             <li key={one.number}>
               <When at={one.at} /> <strong>{one.kind}</strong> {one.role !== undefined && `${one.role}/${one.rank ?? ""}`}{" "}
@@ -186,7 +186,7 @@ function TimelineTab({ job }: { job: JobDocument }) {
 
 function FailuresTab({ job }: { job: JobDocument }) {
   const failures = useQuery({ queryKey: ["job", job.id, "failures"], queryFn: () => api.failures(job.id) });
-  return <Answer of={failures}>{(found) => <FailureStory job={job.id} of={found} />}</Answer>;
+  return <Answer of={failures}>{(found) => <Failures job={job.id} of={found} />}</Answer>;
 }
 
 function LogsTab({ job }: { job: JobDocument }) {

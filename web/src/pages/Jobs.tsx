@@ -3,14 +3,14 @@ import { useInfiniteQuery, useMutation, useQuery } from "@tanstack/react-query";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
 import { api, type JobQuery } from "../api/client";
-import type { JobRow, JobState } from "../api/types";
+import type { JobRow, JobStateName } from "../api/types";
 import { number } from "../format";
 import { Seconds, State, Trouble, When } from "../parts/basics";
 import { jobPath, Link, useQueryValues } from "../router";
 
 const ROW_HEIGHT = 34;
 const PAGE = 200;
-const ALL: JobState[] = [
+const ALL: JobStateName[] = [
   "SUBMITTED", "QUEUED", "ADMITTED", "CHECKING", "STARTING", "RUNNING", "RECOVERING", "RESIZING", "PREEMPTING", "PAUSED", "STOPPING", "SUCCEEDED",
   "FAILED", "CANCELLED",
 ];

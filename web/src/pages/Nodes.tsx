@@ -2,7 +2,7 @@
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api } from "../api/client";
-import type { DrainPlan, NodeDocument } from "../api/types";
+import type { DrainPlan, NodeRow } from "../api/types";
 import { number } from "../format";
 import { Answer, Bytes, Card, Facts, State, Table, Trouble, When } from "../parts/basics";
 import { HeatMap } from "../parts/HeatMap";
@@ -55,7 +55,7 @@ const VERBS: [string, string][] = [
 ];
 
 /** First what would happen, then the deed: draining asks for a look at the touched jobs. */
-function Use({ node }: { node: NodeDocument }) {
+function Use({ node }: { node: NodeRow }) {
   const cache = useQueryClient();
   const [reason, setReason] = useState("");
   const [plan, setPlan] = useState<DrainPlan | null>(null);
@@ -70,7 +70,7 @@ function Use({ node }: { node: NodeDocument }) {
   return (
     <Card title="Use">
       <div className="tools">
-        <input className="long" aria-label="Reason" placeholder="Reason, told to the owners" value={reason} onChange={(event) => setReason(event.target.value)} />
+        <input className="long" aria-label="Reason" placeholder="Reason, shown to the owners" value={reason} onChange={(event) => setReason(event.target.value)} />
         {VERBS.filter(([action]) => (action === "undrain") === out).map(([action, title]) => (
           <button key={action} type="button" disabled={mark.isPending || node.state === "lost"} onClick={() => mark.mutate({ action, dry: action !== "undrain" })}>
             {title}
@@ -103,7 +103,7 @@ function Use({ node }: { node: NodeDocument }) {
   );
 }
 
-function Devices({ node }: { node: NodeDocument }) {
+function Devices({ node }: { node: NodeRow }) {
   if (!node.devices.length) return <p className="card">This node has cores and memory, and no devices.</p>;
   return (
     <Card title="Devices">

@@ -1,13 +1,13 @@
 /** The whole installation on one page: is it healthy, what holds the devices, what is not as it should be. */
 import { useQuery } from "@tanstack/react-query";
 import { api } from "../api/client";
-import type { JobState, Status } from "../api/types";
+import type { JobStateName, StatusDocument } from "../api/types";
 import { Answer, Bar, Card, State } from "../parts/basics";
 import { HeatMap } from "../parts/HeatMap";
 import { QueueTree } from "../parts/QueueTree";
 import { jobPath, Link } from "../router";
 
-const ATTENTION: JobState[] = ["FAILED", "RECOVERING", "PREEMPTING", "STOPPING"];
+const ATTENTION: JobStateName[] = ["FAILED", "RECOVERING", "PREEMPTING", "STOPPING"];
 
 export function Overview() {
   const status = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
@@ -58,8 +58,8 @@ export function Overview() {
   );
 }
 
-function Tiles({ of: { state, cluster, warnings } }: { of: Status }) {
-  const count = (...states: JobState[]) => states.reduce((sum, one) => sum + (cluster.jobs[one] ?? 0), 0);
+function Tiles({ of: { state, cluster, warnings } }: { of: StatusDocument }) {
+  const count = (...states: JobStateName[]) => states.reduce((sum, one) => sum + (cluster.jobs[one] ?? 0), 0);
   const waiting = count("SUBMITTED", "QUEUED");
   const over = count("SUCCEEDED", "FAILED", "CANCELLED");
   const live = Object.values(cluster.jobs).reduce((sum, n) => sum + n, 0) - waiting - over;

@@ -31,6 +31,9 @@ export function jobFileOf({ name, queue, command, replicas, gpus }: Command): st
 
 const FIRST: Command = { name: "hello", queue: "default", command: "echo hello; sleep 30", replicas: 1, gpus: 0 };
 
+/** What only a submitted job has. */
+const NOT_SUBMITTED = { waiting: true, blocked_by: [], placement: null, queue: { path: "", used: 0, guaranteed: null, limit: null } };
+
 export function Submit() {
   const [source, setSource] = useState(jobFileOf(FIRST));
   const [workdir, setWorkdir] = useState("");
@@ -204,7 +207,7 @@ function Report({ of }: { of: PlanReport }) {
           />
         )}
       </Card>
-      {!of.starts_now && <ExplainCard of={{ ...of.explanation, waiting: true, blocked_by: [], queue: of.explanation.queue ?? { path: "", used: 0, guaranteed: null, limit: null } }} />}
+      {!of.starts_now && <ExplainCard of={{ ...of.explanation, ...NOT_SUBMITTED }} />}
     </>
   );
 }

@@ -1,7 +1,7 @@
 /** Why a job waits and when it would start, with numbers, and what would let it start now. */
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { api } from "../api/client";
-import type { Explanation } from "../api/types";
+import type { DryRunEstimate, Explanation, PlanReport } from "../api/types";
 import { number } from "../format";
 import { jobPath, Link } from "../router";
 import { Card, Table, Trouble, When } from "./basics";
@@ -13,7 +13,15 @@ export function patchOf(change: unknown): Record<string, unknown> {
   return typeof set === "string" && ["priority", "queue", "time_limit_s"].includes(set) ? { [set]: value } : {};
 }
 
-export function ExplainCard({ of }: { of: Explanation }) {
+/** The explanation of a submitted job, or of one that a dry run looked at. */
+type Explained = Omit<PlanReport["explanation"], "state" | "decisions"> & {
+  waiting: boolean;
+  queue: Pick<Explanation["queue"], "path" | "used" | "guaranteed" | "limit">;
+  blocked_by: Explanation["blocked_by"];
+  placement: Explanation["placement"];
+} | Explanation;
+
+export function ExplainCard({ of }: { of: Explained }) {
   if (!of.waiting) return <Placed of={of} />;
   return (
     <Card title="Why it waits" tone="busy">
@@ -86,7 +94,7 @@ export function ExplainCard({ of }: { of: Explanation }) {
   );
 }
 
-function Estimate({ of, starts }: { of: Explanation["estimate"]; starts: boolean }) {
+function Estimate({ of, starts }: { of: Explanation["estimate"] | DryRunEstimate; starts: boolean }) {
   if (starts) return <p>It starts at the next pass of the scheduler.</p>;
   if (!of || of.p50 === null) return <p>Not known{of?.basis ? `: ${of.basis}` : ""}.</p>;
   return (
@@ -102,7 +110,7 @@ function Estimate({ of, starts }: { of: Explanation["estimate"]; starts: boolean
   );
 }
 
-function Changes({ of }: { of: Explanation }) {
+function Changes({ of }: { of: Explained }) {
   const cache = useQueryClient();
   const change = useMutation({
     mutationFn: (changes: Record<string, unknown>) => api.change(of.job, changes),
@@ -132,7 +140,7 @@ function Changes({ of }: { of: Explanation }) {
   );
 }
 
-function Placed({ of }: { of: Explanation }) {
+function Placed({ of }: { of: Explained }) {
   if (!of.placement && !of.why) return null;
   const why = Object.entries(of.placement?.why ?? {}).filter(([, value]) => value !== null && typeof value !== "object");
   return (
@@ -156,7 +164,7 @@ export function Decisions({ of }: { of: Explanation }) {
   if (!of.decisions.length) return null;
   return (
     <Card title="Decisions">
-      <ol className="story" tabIndex={0} aria-label="Decisions in order">
+      <ol className="events" tabIndex={0} aria-label="Decisions in order">
         {of.decisions.map((one, i) => (
           <li key={i}>
             <When at={one.at} /> <strong>{one.decision}</strong> {one.reason && <code>{one.reason}</code>} {one.text}

@@ -29,7 +29,7 @@ function timeOf(ts: string | null): string {
   return `${at.toLocaleTimeString([], { hourCycle: "h23" })}.${String(at.getMilliseconds()).padStart(3, "0")}`;
 }
 
-/** The lines of a job while the part is shown; a cut stream goes on where it was, by its last id. */
+/** The lines of a job while the part is shown; a cut stream continues where it was, by its last id. */
 function useLines(job: string, instance: string): { lines: LogLine[]; over: boolean } {
   const [lines, setLines] = useState<LogLine[]>([]);
   const [over, setOver] = useState(false);

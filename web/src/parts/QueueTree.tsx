@@ -1,18 +1,18 @@
 /** The tree of queues: bar of what is used, hatched where borrowed, mark at the guarantee, end at the limit. */
 import type { CSSProperties } from "react";
-import type { Queue } from "../api/types";
+import type { QueueRow } from "../api/types";
 import { number, stated } from "../format";
 import { Link } from "../router";
 import { State, When } from "./basics";
 
 export interface Branch {
-  queue: Queue;
+  queue: QueueRow;
   depth: number;
   share: { used: number; borrowed: number; guaranteed: number | null; limit: number | null };
 }
 
 /** Parents before their children, with widths as shares of the whole (`gpus`, or the largest figure there is). */
-export function branchesOf(queues: Queue[], gpus: number): Branch[] {
+export function branchesOf(queues: QueueRow[], gpus: number): Branch[] {
   const whole = Math.max(gpus, 1, ...queues.map((one) => Math.max(one.used_gpus, one.guaranteed_gpus ?? 0, one.limit_gpus ?? 0)));
   const share = (value: number | null) => (value === null ? null : value / whole);
   return [...queues]
@@ -29,7 +29,7 @@ export function branchesOf(queues: Queue[], gpus: number): Branch[] {
     }));
 }
 
-export function sentenceOf(queue: Queue): string {
+export function sentenceOf(queue: QueueRow): string {
   const of = (value: number | null) => (value === null ? "none" : number(value));
   return (
     `${number(queue.used_gpus)} devices used, ${number(queue.borrowed_gpus)} of them borrowed; ` +
@@ -52,7 +52,7 @@ function QueueBar({ branch }: { branch: Branch }) {
   );
 }
 
-export function QueueTree({ queues, gpus }: { queues: Queue[]; gpus: number }) {
+export function QueueTree({ queues, gpus }: { queues: QueueRow[]; gpus: number }) {
   return (
     <>
       <p className="legend soft">

@@ -1,7 +1,7 @@
 /** The live graph of a job: roles with the state of each instance, lines with the kind of what flows. */
 import { Background, Controls, type Edge, Handle, MarkerType, type Node, type NodeProps, Position, ReactFlow } from "@xyflow/react";
 import { useMemo, useState } from "react";
-import type { Graph, GraphRole, Instance } from "../api/types";
+import type { GraphDocument, GraphRole, InstanceRow } from "../api/types";
 import { jobPath, Link } from "../router";
 import { Card, Facts, glyphOf, State, Table, toneOf, When } from "./basics";
 import { CHIPS_MAX, countsOf, type DrawnEdge, place, type PlacedRole, ROLE_WIDTH } from "./layout";
@@ -63,7 +63,7 @@ function edgesOf(lines: DrawnEdge[]): Edge[] {
   }));
 }
 
-export function RoleGraph({ job, graph, instances }: { job: string; graph: Graph; instances: Instance[] }) {
+export function RoleGraph({ job, graph, instances }: { job: string; graph: GraphDocument; instances: InstanceRow[] }) {
   const [chosen, choose] = useState("");
   const placed = useMemo(() => place(graph), [graph]);
   const nodes = useMemo(() => nodesOf(placed.roles, chosen), [placed, chosen]);
@@ -95,7 +95,7 @@ export function RoleGraph({ job, graph, instances }: { job: string; graph: Graph
   );
 }
 
-function RolePanel({ job, role, graph, instances }: { job: string; role: GraphRole; graph: Graph; instances: Instance[] }) {
+function RolePanel({ job, role, graph, instances }: { job: string; role: GraphRole; graph: GraphDocument; instances: InstanceRow[] }) {
   const units = graph.units.filter((members) => members.some((one) => one.startsWith(`${role.name}/`)));
   return (
     <Card title={`Role ${role.name}`}>
@@ -111,7 +111,7 @@ function RolePanel({ job, role, graph, instances }: { job: string; role: GraphRo
   );
 }
 
-export function InstanceTable({ job, instances }: { job: string; instances: Instance[] }) {
+export function InstanceTable({ job, instances }: { job: string; instances: InstanceRow[] }) {
   if (!instances.length) return <p className="soft">No instance yet: they come with the devices.</p>;
   return (
     <Table

@@ -20,7 +20,7 @@ const LOOK: Record<string, [string, Tone]> = {
 export const toneOf = (state: string): Tone => LOOK[state]?.[1] ?? "idle";
 export const glyphOf = (state: string): string => LOOK[state]?.[0] ?? "•";
 
-/** A state as colour, glyph and word: none of them is needed to tell it. */
+/** A state as colour, glyph and word: each of them alone suffices. */
 export function State({ of, note }: { of: string; note?: string }) {
   return (
     <span className={`state ${toneOf(of)}`}>

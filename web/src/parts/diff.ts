@@ -37,7 +37,7 @@ export function diffLines(before: string, after: string): DiffLine[] {
   return lines;
 }
 
-/** The changed lines with `around` lines of context; null stands for what was left out. */
+/** The changed lines with `around` lines of context; null marks what was left out. */
 export function hunks(lines: DiffLine[], around: number): (DiffLine | null)[] {
   const near = lines.map((_, i) => lines.slice(Math.max(0, i - around), i + around + 1).some((one) => one.kind !== "same"));
   const shown: (DiffLine | null)[] = [];

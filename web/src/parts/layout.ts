@@ -1,6 +1,6 @@
 /** Where the roles of a job's graph are drawn, and what is written on the lines between them. */
 import { Graph as Layers, layout } from "@dagrejs/dagre";
-import type { Graph, GraphRole } from "../api/types";
+import type { GraphDocument, GraphRole } from "../api/types";
 
 export const ROLE_WIDTH = 210;
 const ROLE_HEIGHT = 84;
@@ -26,7 +26,7 @@ export interface DrawnEdge {
 }
 
 /** Edges between two roles as one line that names every kind; lines of a role to itself are said in its box. */
-export function linesOf(graph: Graph): DrawnEdge[] {
+export function linesOf(graph: GraphDocument): DrawnEdge[] {
   const lines = new Map<string, DrawnEdge>();
   for (const { source, target, kind } of graph.edges) {
     if (source === target) continue;
@@ -39,7 +39,7 @@ export function linesOf(graph: Graph): DrawnEdge[] {
 }
 
 /** Roles in layers from left to right in the direction of the edges, and the lines between them. */
-export function place(graph: Graph): { roles: PlacedRole[]; lines: DrawnEdge[] } {
+export function place(graph: GraphDocument): { roles: PlacedRole[]; lines: DrawnEdge[] } {
   const layers = new Layers({ directed: true });
   layers.setGraph({ rankdir: "LR", nodesep: 36, ranksep: 90 });
   layers.setDefaultEdgeLabel(() => ({}));

@@ -1,5 +1,5 @@
-/** The life of a job as rows of bars over one axis of time, from what the API tells of it. */
-import type { EventRecord, FailureList, Job } from "../api/types";
+/** The life of a job as rows of bars over one axis of time, from the documents of the API. */
+import type { EventRecord, FailureList, JobDocument } from "../api/types";
 
 export type BarKind = "wait" | "start" | "run" | "detect" | "recover" | "lost";
 
@@ -23,10 +23,10 @@ export interface Timeline {
 }
 
 const INSTANCES_MAX = 40;
-const ms = (iso: string) => Date.parse(iso);
+const ms = (iso: string | null) => Date.parse(iso ?? "");
 
 /** `now` in milliseconds closes what is still open. */
-export function timelineOf(job: Job, failures: FailureList, events: EventRecord[], now: number): Timeline {
+export function timelineOf(job: JobDocument, failures: FailureList, events: EventRecord[], now: number): Timeline {
   const from = ms(job.submitted_at);
   const end = job.ended_at ? ms(job.ended_at) : now;
   const rows: TimeRow[] = [
@@ -39,7 +39,7 @@ export function timelineOf(job: Job, failures: FailureList, events: EventRecord[
         name: `recovery ${one.n}`,
         bars: [
           { kind: "detect" as const, from: ms(one.seen_at), to: decided, words: `${one.reason} in ${one.instance} seen` },
-          { kind: "recover" as const, from: decided, to: over, words: `${one.level} level; back to commit ${one.restore}${one.ended_at ? "" : "; goes on"}` },
+          { kind: "recover" as const, from: decided, to: over, words: `${one.level} level; back to commit ${one.restore}${one.ended_at ? "" : "; under way"}` },
         ],
       };
     }),
@@ -49,7 +49,7 @@ export function timelineOf(job: Job, failures: FailureList, events: EventRecord[
   return { from, to: Math.max(end, from + 1000), rows, commits };
 }
 
-function waits(job: Job, end: number): TimeBar[] {
+function waits(job: JobDocument, end: number): TimeBar[] {
   let since: string | null = job.submitted_at;
   const bars: TimeBar[] = [];
   for (const one of job.attempts) {
@@ -61,7 +61,7 @@ function waits(job: Job, end: number): TimeBar[] {
   return bars;
 }
 
-function attemptRow(one: Job["attempts"][number], end: number): TimeRow {
+function attemptRow(one: JobDocument["attempts"][number], end: number): TimeRow {
   const over = one.ended_at ? ms(one.ended_at) : end;
   const ready = one.started_at ? ms(one.started_at) : over;
   const bars: TimeBar[] = [{ kind: "start", from: ms(one.admitted_at), to: ready, words: "starts" }];

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, cast, g
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializerFunctionWrapHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
-from typing_extensions import TypedDict, get_type_hints, is_typeddict
+from typing_extensions import TypeAliasType, TypedDict, get_type_hints, is_typeddict
 
 from rota.runtime.clock import iso
 
@@ -105,6 +105,8 @@ def _fields(model: type) -> dict[str, tuple[Writer, bool]]:
 
 
 def _writer(hint: Any) -> Writer:
+    if isinstance(hint, TypeAliasType):
+        return _writer(hint.__value__)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _moment if _TIME in args else _writer(args[0])
@@ -189,7 +191,7 @@ class Place(Closed):
     source: str
 
 
-class ProblemDocument(TypedDict, total=False):
+class ProblemDocument(Closed):
     """A refusal (RFC 9457): ``detail`` says what is wrong, ``hint`` what to do next."""
 
     type: str
@@ -200,5 +202,5 @@ class ProblemDocument(TypedDict, total=False):
     hint: str
     exit: int
     request_id: str
-    errors: list[Place]
-    fields: Fields
+    errors: NotRequired[list[Place]]
+    fields: NotRequired[Fields]

@@ -5,26 +5,29 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from rota.service.models.base import Closed, Fields, Headed, Member, Moment, Resources, Timed
 
-JobStateName = Literal[
-    "SUBMITTED",
-    "QUEUED",
-    "ADMITTED",
-    "CHECKING",
-    "STARTING",
-    "RUNNING",
-    "RECOVERING",
-    "RESIZING",
-    "PREEMPTING",
-    "PAUSED",
-    "STOPPING",
-    "SUCCEEDED",
-    "FAILED",
-    "CANCELLED",
-]
+JobStateName = TypeAliasType(
+    "JobStateName",
+    Literal[
+        "SUBMITTED",
+        "QUEUED",
+        "ADMITTED",
+        "CHECKING",
+        "STARTING",
+        "RUNNING",
+        "RECOVERING",
+        "RESIZING",
+        "PREEMPTING",
+        "PAUSED",
+        "STOPPING",
+        "SUCCEEDED",
+        "FAILED",
+        "CANCELLED",
+    ],
+)
 
 
 class Progress(Closed):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.config import rota_version
 from rota.service.jobfile.problems import DISK_REMEDIES, Problem
+from rota.service.models.base import ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
 from rota.service.rest.deps import AppState, asked_line, auth_request
 from rota.service.rest.routes import accounts, cluster, jobs, page, streams
@@ -55,10 +57,30 @@ _SECURITY = (
 _HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 408: "TIMED_OUT", 413: "LIMIT_EXCEEDED"}
 
 
+_REFS = "#/components/schemas/{model}"
+_REFUSAL: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "A refusal, as RFC 9457 describes it",
+        "content": {PROBLEM: {"schema": {"$ref": _REFS.format(model=ProblemDocument.__name__)}}},
+    }
+}
+
+
+class Application(FastAPI):
+    """FastAPI whose description names the document of every refusal."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        found = super().openapi()
+        problem = TypeAdapter(ProblemDocument).json_schema(ref_template=_REFS)
+        found["components"]["schemas"] |= problem.pop("$defs", {}) | {ProblemDocument.__name__: problem}
+        return found
+
+
 @cache
 def application() -> FastAPI:
     """Every route with its checks, once a process; ``make_app`` puts the parts of an installation behind them."""
-    app = FastAPI(
+    app = Application(
         title="Rota",
         version=rota_version(),
         description="Schedules, runs and heals deep-learning jobs of many roles.",
@@ -67,7 +89,7 @@ def application() -> FastAPI:
         redoc_url=None,
     )
     for router in (jobs.router, streams.router, cluster.router, accounts.router, cluster.sim, page.router):
-        app.include_router(router)
+        app.include_router(router, responses=_REFUSAL)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -157,7 +179,7 @@ class Guard:
         return limited
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
-        """Tell the audit what came of a request that was to change something; what was done stays done."""
+        """Write the outcome of a change to the audit; what was done stays done."""
         if scope["method"] in SAFE_METHODS:
             return
         try:
@@ -175,20 +197,21 @@ def _as_routed(scope: Scope, method: str) -> Scope:
 
 
 def problem(
-    request: Request, *, status: int, code: str, detail: str, hint: str = "", exit: int = 1, **more: Any
+    request: Request, *, status: int, code: str, detail: str, hint: str = "", exit: int = 1, **more: object
 ) -> Response:
     """An error as RFC 9457 asks for it."""
-    body = {
-        "type": f"/reference/errors#{code}",
-        "title": code.replace("_", " ").capitalize(),
-        "status": status,
-        "detail": detail,
-        "code": code,
-        "hint": hint,
-        "exit": exit,
-        "request_id": getattr(request.state, "request_id", ""),
+    body = document(
+        ProblemDocument,
+        type=f"/reference/errors#{code}",
+        title=code.replace("_", " ").capitalize(),
+        status=status,
+        detail=detail,
+        code=code,
+        hint=hint,
+        exit=exit,
+        request_id=getattr(request.state, "request_id", ""),
         **more,
-    }
+    )
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

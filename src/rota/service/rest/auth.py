@@ -114,7 +114,7 @@ class Auth:
             if made is not None and hmac.compare_digest(digest_of(token), made.digest):
                 return self.accounts.caller(made, by="token")
             self._count_failure(asked.address)
-            raise NoToken("the token is not known, or it has expired", hint="rota token, or ask an admin for a new one")
+            raise NoToken("invalid or expired token", hint="rota token, or ask an admin for a new one")
         if asked.cookie:
             return self._check_session(asked)
         raise NoToken("no token", hint="send 'Authorization: Bearer TOKEN', or open the address that 'rota ui' prints")
@@ -248,7 +248,7 @@ def _host_of(value: str) -> str:
 FILE_BYTES_MAX = 32 * 2**20
 """At this size a file becomes ``audit.jsonl.1`` in place of the one before."""
 ANONYMOUS_MAX, ANONYMOUS_WINDOW_S = 60, 60.0
-"""Lines about requests of nobody known in one window; the rest are counted, lest a flood wash the others out."""
+"""Lines about requests without a valid token in one window; the rest are counted: a flood pushes out no others."""
 
 
 class Audit:
@@ -256,8 +256,8 @@ class Audit:
 
     ``begin`` writes who asks for what before it is done, and nothing is done that could not be written; ``end`` adds
     the status before the answer leaves. So a full disk refuses a command and never hides one that was acknowledged. Not
-    in the event log: what was done stands there already (``by``), and what was refused did not happen. Strangers have a
-    file of their own: they push out their own lines alone. For one thread.
+    in the event log: what was done is there already (``by``), and what was refused did not happen. Requests without a
+    valid token have a file of their own: they push out their own lines alone. For one thread.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
@@ -280,11 +280,11 @@ class Audit:
             raise self._refused(error) from error
 
     def end(self, request_id: str, status: int) -> None:
-        """Write what came of it. Raises OSError; that it was begun stands there."""
+        """Write what came of it. Raises OSError; that it was begun is already written."""
         self._write({"request_id": request_id, "status": status})
 
     def anonymous(self, line: dict[str, Any]) -> None:
-        """Write a refusal of somebody who showed no good token; of a flood only how many. Raises OSError."""
+        """Write a refusal of a request without a valid token; of a flood only the number. Raises OSError."""
         now = self._clock.monotonic_s()
         if now - self._window_s >= ANONYMOUS_WINDOW_S:
             self._window_s, self._anonymous = now, 0

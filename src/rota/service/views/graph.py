@@ -32,7 +32,7 @@ def graph_document(
     """Vertices, edges and failure units; with a job also the state of each instance and what streams have seen.
 
     ``replicas`` are as many as are wanted now, without a job the fewest. ``observed`` are the edges that ``beats``
-    tell of, summed over the instances of a role since their processes began.
+    report, summed over the instances of a role since their processes began.
     """
     graph = expand(spec)
     seen = {row["name"]: row for row in stream_rows(job.commit if job else None)}

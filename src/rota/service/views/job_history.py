@@ -202,7 +202,7 @@ class JobHistory:
         return found[one][1] if one in found else None
 
     def gives_all_back(self, at: float, event: e.PreemptAsked) -> bool:
-        """True when it is asked for everything, or cannot go on without the gang that it was asked for at this time."""
+        """True when it is asked for everything, or cannot continue without the gang that it was asked for then."""
         return event.gang is None or (at, JobState.PREEMPTING) in self.state_changes
 
     def apply(self, record: Record) -> None:
@@ -303,7 +303,7 @@ class JobHistory:
     def _follow_recovery(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
             case e.FailoverStarted(reason=Reason.RESIZED | Reason.MIGRATED_DRAIN):
-                pass  # a size or a place that somebody wanted is no failure
+                pass  # a size or a place that was asked for is not a failure
             case e.FailoverStarted() if self.ctx.open_failover == event.failover != before.open_failover:
                 self._open(
                     at,

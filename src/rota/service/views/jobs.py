@@ -50,7 +50,7 @@ def phase(job: JobHistory) -> str:
     """What the job does now inside its state, in words; empty when the state says it all."""
     match job.state:
         case JobState.SUBMITTED:
-            return "its workloads are being read"
+            return "inspecting workloads"
         case JobState.ADMITTED:
             return "its devices are being reserved" if job.master_is_current else "its master is being started"
         case JobState.CHECKING:
@@ -156,7 +156,7 @@ def job_document(
 ) -> JobDocument:
     """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error.
 
-    ``beats`` is what instances last told their master; it is the one thing that no event tells.
+    ``beats`` are the last heartbeats of its instances, the one thing that is in no event.
     """
     return document(
         JobDocument,

@@ -223,7 +223,7 @@ def _loss(at: float, loss: InstanceLost, *, instance: str = "") -> LossRow:
 
 
 def why_document(job: JobHistory, live: Mapping[str, Any]) -> WaitGraphDocument:
-    """``WaitGraph``. ``live`` is what the master tells, empty when there is none to ask: then only the log speaks.
+    """``WaitGraph``. ``live`` is the answer of the master, empty without one: then only the log is known.
 
     ``culprits`` are past their limit on progress and hold up the rest, ``suspects`` would be if the limit were short;
     each has ``members`` (several wait for each other), ``text`` and ``waiters``. ``stacks`` maps an instance to text.

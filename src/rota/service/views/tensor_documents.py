@@ -61,7 +61,7 @@ def _gc_all(plane: Plane, *, dry_run: bool) -> inspect.GcDocument:
 
 
 def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
-    """``TensorFsck``: broken invariants, mended with ``repair``."""
+    """``TensorFsck``: broken invariants, repaired with ``repair``."""
     none = {"checked": 0, "violations": [], "registry_bytes": 0, "disk_bytes": 0, "text": NO_REGISTRY}
     return _ask("TensorFsck", namespace, lambda plane: plane.fsck(repair=repair), **none)
 
@@ -73,7 +73,7 @@ def tensor_recover(*, namespace: str, dry_run: bool) -> dict[str, Any]:
 
 
 def tensor_door(*, namespace: str) -> tuple[Bridge, dict[str, Any]]:
-    """A door of a namespace, not yet serving, and ``TensorDoor``: where its commands are taken. Starts a registry."""
+    """A bridge to a namespace, not yet serving, and ``TensorDoor``: where it takes commands. Starts a registry."""
     plane = connect(namespace=namespace or None)
     door = Bridge(plane)
     facts = {"url": plane.address.url, "namespace": plane.namespace, "lists": door.lists}

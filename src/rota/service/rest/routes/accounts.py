@@ -60,7 +60,7 @@ class UserBody(BaseModel):
 
 
 class TokenBody(BaseModel):
-    """A token of oneself, or by an admin of somebody; ``role`` and ``queue`` make it worth less than its user."""
+    """A token of oneself, or by an admin one of any user; ``role`` and ``queue`` make it worth less than its user."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -201,7 +201,7 @@ async def remove_secret(name: Name, app: Parts, caller: Asker) -> Sent[SecretDoc
 
 @router.get("/webhooks")
 async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
-    """Who is told what; for admins."""
+    """Every webhook; for admins."""
     caller.need(Role.ADMIN)
     items = [_webhook(made) for made, _ in app.notifier.targets.values()]
     return document(WebhookList, items=items)
@@ -209,7 +209,7 @@ async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
 
 @router.post("/webhooks", status_code=201)
 async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
-    """Tell an address what happens from now on; this answer alone holds the secret that notices are signed with."""
+    """Send notices to an address from now on; this answer alone holds the secret that notices are signed with."""
     caller.need(Role.ADMIN)
     _check_queue(app, body.queue)
     made, secret = await asyncio.to_thread(app.notifier.make, body.url, body.on, body.queue, caller.user)
@@ -219,7 +219,7 @@ async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[Web
 
 @router.delete("/webhooks/{webhook}")
 async def remove_webhook(webhook: Name, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
-    """Tell it nothing any more."""
+    """Remove a webhook."""
     caller.need(Role.ADMIN)
     if webhook not in app.notifier.targets:
         raise UnknownName(f"no webhook {webhook!r}", hint="see: rota webhook ls")

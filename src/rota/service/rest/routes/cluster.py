@@ -61,7 +61,7 @@ DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
 """Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
 HOLD_GRACE_MAX_S, HOLD_S = 600.0, 180.0
 NOTICE_S = 600.0
-"""So long jobs on a drained node have to move, unless somebody says otherwise."""
+"""Default time that jobs on a drained node have to move."""
 RECENT_S = 600.0
 """A part that was replaced within this time is among the warnings."""
 
@@ -87,7 +87,7 @@ class MarkBody(BaseModel):
 
 
 class QueuesBody(BaseModel):
-    """The whole new queue tree: as values, or as the text of a file, whose mistakes are told with their place."""
+    """The whole new queue tree: as values, or as the text of a file, whose mistakes are reported with position."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -35,7 +35,7 @@ _FOR_EVER = "public, max-age=31536000, immutable"
 
 
 async def known_host(request: Request) -> None:
-    """Refuse a name that is not ours before anything is told, also where no token is asked for."""
+    """Refuse a name that is not ours before anything is answered, also where no token is asked for."""
     (await app_of(request)).auth.check_host(auth_request(request))
 
 

@@ -190,7 +190,7 @@ def _number(last_event_id: str, after: int) -> int:
 
 
 REFUSALS = (NotAllowed, NoToken, UnknownName)
-"""What tells a stream under way that its reader may not go on."""
+"""Errors that end a stream under way: its reader may not read further."""
 KEEP_ALIVE_S = 15.0
 LOG_POLL_S = 0.15
 BEHIND_MAX = 10_000
@@ -245,9 +245,9 @@ async def follow_events(
 
     ``view`` is asked at each batch and each sign of life for what makes the document of a record, or None of one that
     this reader may not see; when it raises NotAllowed, NoToken or UnknownName the stream ends, and a reader that comes
-    back is told why.
+    back gets the reason.
 
-    A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and goes on there.
+    A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and continues there.
     """
     cursor = after
     if job is None and loop.installation.number - cursor > BEHIND_MAX:
@@ -307,7 +307,7 @@ class LogQuery:
 
 
 def write_cursor(offsets: dict[str, int]) -> str:
-    """``role/rank:offset`` of every file: where to go on, exactly."""
+    """``role/rank:offset`` of every file: the exact place to continue at."""
     return ",".join(f"{instance}:{offset}" for instance, offset in sorted(offsets.items()))
 
 
@@ -392,7 +392,7 @@ async def follow_logs(
 
 
 def _frames(lines: Sequence[LogLine], ends: dict[str, int]) -> Iterator[bytes]:
-    """Lines as events; every few of them carry the exact place to go on from, the last one ``ends``."""
+    """Lines as events; every few of them carry the exact place to continue at, the last one ``ends``."""
     here = dict(ends)
     for line in reversed(lines):
         here[line.instance] = line.offset

@@ -1,5 +1,5 @@
 /** What failed first, what was decided and what it cost: one entry a recovery, the first failing instance on top. */
-import type { Failure, FailureList } from "../api/types";
+import type { FailureRow, FailureList } from "../api/types";
 import { seconds } from "../format";
 import { jobPath, Link } from "../router";
 import { Bar, Card, Facts, When } from "./basics";
@@ -8,7 +8,7 @@ function LogLink({ job, instance }: { job: string; instance: string }) {
   return <Link to={`${jobPath(job, "logs")}?instance=${encodeURIComponent(instance)}`}>{instance}</Link>;
 }
 
-export function FailureStory({ job, of }: { job: string; of: FailureList }) {
+export function Failures({ job, of }: { job: string; of: FailureList }) {
   if (!of.items.length && !of.end && !of.first && !of.open_losses.length) {
     return <p className="card">Nothing has failed. A lost instance shows here with its cause, the level of its recovery and what it cost.</p>;
   }
@@ -43,10 +43,10 @@ export function FailureStory({ job, of }: { job: string; of: FailureList }) {
   );
 }
 
-function Recovery({ job, of }: { job: string; of: Failure }) {
+function Recovery({ job, of }: { job: string; of: FailureRow }) {
   const restore = of.seconds === null ? null : of.seconds - of.detect_to_decide_s;
   return (
-    <Card title={`Recovery ${of.n}: ${of.healed ? "✓ healed" : of.joined_by ? `joined by ${of.joined_by}` : "↻ goes on"}`} tone={of.healed ? "good" : "warn"}>
+    <Card title={`Recovery ${of.n}: ${of.healed ? "✓ healed" : of.joined_by ? `joined by ${of.joined_by}` : "↻ under way"}`} tone={of.healed ? "good" : "warn"}>
       <ol className="steps">
         <li>
           <strong>Seen</strong> <When at={of.seen_at} />

@@ -149,7 +149,6 @@ def test_a_standby_that_ends_by_itself_is_tried_five_times_ever_later_and_status
 def test_a_service_notices_that_its_home_was_removed(tmp_path: Path) -> None:
     async def test() -> None:
         home = Home.of(tmp_path / "home").make()
-        home.service_lock.touch()
         waiting = asyncio.create_task(wait_removed(home, SystemClock()))
         await asyncio.sleep(1.5)
         assert not waiting.done()

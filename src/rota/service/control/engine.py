@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rota.runtime import environ
@@ -110,6 +111,15 @@ class NoEngine:
         """Nothing to let go of."""
 
 
+@contextlib.contextmanager
+def _unavailable_of(job: str = "") -> Iterator[None]:
+    """Raises EngineUnavailable for a request without an answer in time, or that the gateway does not know."""
+    try:
+        yield
+    except (TimedOut, ValueError) as error:
+        raise EngineUnavailable(f"{job}: {error}" if job else str(error)) from error
+
+
 class GatewayEngine:
     """The engine behind the gateway of this home. Gateway and engine start with the first job that needs them."""
 
@@ -126,26 +136,20 @@ class GatewayEngine:
         self._started = True
         args = {"job": job, "db_url": self._db_url, "home": str(self._home.root)}
         log_path = str(self._home.job(job).root / "master.log")
-        try:
-            env = {environ.HOME: str(self._home.root)}  # which a given engine has not
+        env = {environ.HOME: str(self._home.root)}  # which a given engine has not
+        with _unavailable_of(job):
             await self._client.ensure_master(job, MASTER_TARGET, args, env=env, log_path=log_path)
-        except (TimedOut, ValueError) as error:
-            raise EngineUnavailable(f"{job}: {error}") from error
 
     async def sweep(self, job: JobId) -> None:
-        try:
+        with _unavailable_of(job):
             await self._client.sweep(job)
-        except (TimedOut, ValueError) as error:
-            raise EngineUnavailable(f"{job}: {error}") from error
 
     async def jobs(self) -> tuple[JobId, ...]:
         if not self._started and find_engine(self._home.root) is None:
             return ()
         self._started = True
-        try:
+        with _unavailable_of():
             return await self._client.list_jobs()
-        except (TimedOut, ValueError) as error:
-            raise EngineUnavailable(str(error)) from error
 
     async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
         if not self._started or not self._client.connected:
@@ -167,10 +171,8 @@ class GatewayEngine:
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
-        try:
+        with _unavailable_of(job):
             return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
-        except (TimedOut, ValueError) as error:
-            raise EngineUnavailable(f"{job}: {error}") from error
 
     async def status(self) -> dict[str, Any]:
         gateway = RunFolder(self._home.run).find_alive(RECORD)

@@ -121,7 +121,7 @@ class _Reader:
         self.errors.add(find_place(self._root, path), path, found.message, hint=hint, code=found.code)
 
 
-def _without(root: MappingNode, paths: Iterable[rules.Path]) -> MappingNode:
+def _without(root: MappingNode, paths: Iterable[Path]) -> MappingNode:
     """A copy without the fields of these problems; the job keeps a name, and its roles at least their names."""
     copy = root
     for path in {_field_at(root, path) for path in paths}:
@@ -134,7 +134,7 @@ def _without(root: MappingNode, paths: Iterable[rules.Path]) -> MappingNode:
     return MappingNode(job, root.place)
 
 
-def _field_at(root: Node, path: rules.Path) -> rules.Path:
+def _field_at(root: Node, path: Path) -> Path:
     """The field to leave out for a problem at ``path``: a list as a whole; where a field is missing, what lacks it."""
     here, found = root, list[str | int]()
     for part in path:
@@ -150,7 +150,7 @@ def _field_at(root: Node, path: rules.Path) -> rules.Path:
     return tuple(found)
 
 
-def _cut(node: Any, path: rules.Path) -> Any:
+def _cut(node: Any, path: Path) -> Any:
     """A copy of ``node`` without the field at ``path``; what does not lead to it is shared."""
     match node, path:
         case MappingNode(), (name,):
@@ -164,14 +164,14 @@ def _cut(node: Any, path: rules.Path) -> Any:
             return node
 
 
-def _fields_of(path: rules.Path, hint: str) -> list[rules.Path]:
+def _fields_of(path: Path, hint: str) -> list[Path]:
     """The field a problem speaks of, and the one that an unknown name was meant to be."""
     start, rest = (path[:2], path[2:]) if path[:1] == ("roles",) and len(path) > 1 else ((), path)
     meant = hint.partition("did you mean '")[2].partition("'")[0]
     return [(*start, name) for name in (rest[0] if rest else "", *([meant] if meant else ()))]
 
 
-def _rests_on(path: rules.Path) -> set[rules.Path]:
+def _rests_on(path: Path) -> set[Path]:
     """The fields a rule about ``path`` looks at."""
     match path:
         case ("roles", role):

@@ -39,7 +39,7 @@ STOP_GRACE_S = 10.0
 HOLD_GRACE_S = 45.0
 """The most that a job may take to save when the service is taken down, within ``STOP_JOBS_S``."""
 REQUEST_TIMEOUT_S = 5.0
-POLL_S = 0.02
+POLL_S, JOBS_POLL_S = 0.02, 0.1
 LOG_SHOWN_LINES = 20
 ROOM_MIN_BYTES = 2**20
 SERVE_MODULE, SUPERVISOR_MODULE = "rota.service.process.serve", "rota.service.process.supervisor"
@@ -122,9 +122,9 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
     ``cancel`` they are stopped first, those that wait too. ``force`` asks no job and waits for nothing: they continue
     from their last commit. Returns what was ended, the jobs that are left by state, and what could not be ended.
     """
-    home = Home.of(settings.home)
+    home, grace_s = Home.of(settings.home), 0.0 if force else STOP_GRACE_S
     if not home.root.exists():  # removed under what may still run
-        ended, left = _end_unrecorded(home, grace_s=0.0 if force else STOP_GRACE_S)
+        ended, left = _end_unrecorded(home, grace_s=grace_s)
         return _down_document(ended, left, [])
     home.make()
     with process.locked(home.up_lock):
@@ -142,10 +142,9 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
         if record is not None:
             service = identity_of(record)
             ended.append("service")
-            if not process.stop(service, grace_s=0.0 if force else STOP_GRACE_S):
+            if not process.stop(service, grace_s=grace_s):
                 left.append(service)
         home.service_record.unlink(missing_ok=True)
-        grace_s = 0.0 if force else STOP_GRACE_S
         address = _given_engine(home)
         with environ.exported(_stores_of_gateway(home, settings)):
             text = _sweep(home, address, grace_s=grace_s) if address else ""
@@ -285,15 +284,12 @@ def start_service(
         child = standby
         standby.stdin.write(f"{_command(SERVE_MODULE, settings, home).command[-1]}\n".encode())
         standby.stdin.close()
-    clock: Clock = SystemClock()
-    until_s = clock.monotonic_s() + timeout_s
-    while clock.monotonic_s() < until_s:
+    for _ in _rounds(timeout_s, POLL_S):
         if child.poll() is not None:
             raise _failure(home.service_log, seen, child.returncode)
         record = _found(home)
         if record is not None and _ready(home):
             return record
-        blocking_sleep(POLL_S)
     child.kill()
     child.wait()
     raise TimedOut(f"the service was not ready within {timeout_s:.0f} s", hint=f"see {home.service_log}")
@@ -301,15 +297,23 @@ def start_service(
 
 def _wait_answer(home: Home, timeout_s: float) -> ServiceRecord | None:
     """The record of a service that answers; None once there is none (one that was just killed may still be going)."""
-    clock: Clock = SystemClock()
-    until_s = clock.monotonic_s() + timeout_s
-    while (record := _found(home)) is not None:
-        if _ready(home):
+    record = None
+    for _ in _rounds(timeout_s, POLL_S):
+        if (record := _found(home)) is None or _ready(home):
             return record
+    assert record is not None
+    raise TimedOut(f"process {record['pid']} serves {home.root} but does not answer", hint="rota down --force")
+
+
+def _rounds(limit_s: float, pause_s: float) -> Iterator[None]:
+    """Rounds with a pause between them, until ``limit_s`` has passed; at least one."""
+    clock: Clock = SystemClock()
+    until_s = clock.monotonic_s() + limit_s
+    while True:
+        yield
         if clock.monotonic_s() > until_s:
-            raise TimedOut(f"process {record['pid']} serves {home.root} but does not answer", hint="rota down --force")
-        blocking_sleep(POLL_S)
-    return None
+            return
+        blocking_sleep(pause_s)
 
 
 def _ready(home: Home) -> bool:
@@ -346,10 +350,8 @@ def _stop_jobs(home: Home) -> list[str]:
 
     Returns the jobs that took it.
     """
-    clock: Clock = SystemClock()
-    until_s = clock.monotonic_s() + STOP_JOBS_S
     asked: list[str] = []
-    while clock.monotonic_s() < until_s:
+    for _ in _rounds(STOP_JOBS_S, JOBS_POLL_S):
         try:
             live = [row["id"] for row in ask(home, "GET", "/api/v1/jobs")["items"]]
         except RotaError:
@@ -361,7 +363,6 @@ def _stop_jobs(home: Home) -> list[str]:
                 with contextlib.suppress(RotaError):  # the next round asks again
                     ask(home, "POST", f"/api/v1/jobs/{job}:stop", {"grace_s": STOP_GRACE_S})
                     asked.append(job)
-        blocking_sleep(0.1)
     return asked
 
 
@@ -370,20 +371,17 @@ def _requeue_jobs(home: Home) -> dict[str, int]:
 
     One that takes longer ends with the engine, and continues from its last commit.
     """
-    clock: Clock = SystemClock()
-    until_s = clock.monotonic_s() + STOP_JOBS_S
     live: dict[str, int] = {}
     with contextlib.suppress(RotaError):  # it does not answer, or is an older one: its log has the jobs all the same
         with contextlib.suppress(NotReachable):  # asking many jobs takes longer than one answer may
             ask(home, "POST", "/api/v1/service:hold", {"grace_s": HOLD_GRACE_S})
-        while True:
+        for _ in _rounds(STOP_JOBS_S, JOBS_POLL_S):
             status = ask(home, "GET", "/api/v1/status")
             counts = status["cluster"]["jobs"]
             live = {state: n for state, n in counts.items() if n and not JobState(state).terminal}
             runs = any(JobState(state).holds_devices for state in live) and status["parts"]["engine"]["state"] != "off"
-            if not runs or clock.monotonic_s() > until_s:
+            if not runs:
                 break
-            blocking_sleep(0.1)
     return live
 
 

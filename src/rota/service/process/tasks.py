@@ -41,12 +41,12 @@ async def show_life(app: AppState) -> None:
 
 
 async def wait_removed(home: Home, clock: Clock) -> None:
-    """Return once the lock that this service holds is not that of its home any more: the folder was removed."""
-    mine = home.service_lock.stat().st_ino
+    """Return once the home was removed, also when another one was made at its path."""
+    mine = home.run.stat().st_ino
     while True:
         await clock.sleep(LOOK_S)
         try:
-            if home.service_lock.stat().st_ino != mine:
+            if home.run.stat().st_ino != mine:
                 return
         except (FileNotFoundError, NotADirectoryError):
             return

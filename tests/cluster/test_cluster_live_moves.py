@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from test_cluster_live import Log
+from dataclasses import replace
 
-from rota.spec.events import GangAsked, GangGranted, GangReleased, InstanceStarted, JobEnded, NodeJoined
+from test_cluster_live import Log, requests_of, spec
+
+from rota.cluster.live import Scheduler
+from rota.cluster.policies import get_profile
+from rota.spec.events import (
+    GangAsked,
+    GangGranted,
+    GangReleased,
+    GangWaits,
+    InstanceStarted,
+    JobAdmitted,
+    JobEnded,
+    JobRequeued,
+    NodeJoined,
+    NodeMarked,
+)
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
+from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
-from rota.spec.resources import Res, pretend_nodes
+from rota.spec.resources import Health, Res, pretend_nodes
 from rota.spec.states import JobState
 
 
@@ -63,3 +79,75 @@ def test_a_gang_that_a_job_lives_in_does_not_count_as_one_that_it_waits_for() ->
     log.add(InstanceStarted(role=RoleName("w"), rank=0, epoch=Epoch(5), node=third, pid=9), "runs", 9.0)
     assert held_nodes(log) == sorted((second, third))
     assert {row.ask.id for row in log.scheduler.state.holding()} == {"runs"}, "the cores of w-0 were given back"
+
+
+def gang_of_each(spec: JobSpec) -> tuple[GangRequest, ...]:
+    """A gang for each member."""
+    (one,) = requests_of(spec)
+    return tuple(
+        GangRequest(gang=GangId(f"g{bundle.index}"), bundles=(replace(bundle, index=0),)) for bundle in one.bundles
+    )
+
+
+def two_gangs(nodes: str) -> Log:
+    """A job of two gangs, each on a node of its own."""
+    log = Log()
+    log.scheduler = Scheduler(get_profile("fifo"), gang_of_each)
+    for one in pretend_nodes(nodes, host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 2, 4)
+    log.decide(1.0)
+    assert held_nodes(log) == ["r0n0", "r0n1"]
+    return log
+
+
+def ask_again(log: Log, rank: int, node: str, at: float, *, lost: bool = False) -> None:
+    """A member asks for another place than its node."""
+    request = replace(gang_of_each(spec("runs", 2, 4))[rank], gang=GangId(f"again-{rank}"))
+    log.add(GangAsked(request=request, avoid=(NodeId(node),), lost=lost), "runs", at)
+
+
+def release(log: Log, gang: str, at: float) -> None:
+    log.add(GangReleased(gang=GangId(gang), epoch=Epoch(1), gone=True), "runs", at)
+
+
+def test_a_released_gang_is_free_while_the_job_holds_the_other_and_waits_for_a_new_place() -> None:
+    log = two_gangs("1x2x4")
+    ask_again(log, 1, "r0n1", 2.0, lost=True)
+    assert [type(event) for _, event in log.decide(3.0)] == [GangWaits]
+    release(log, "g1", 4.0)
+    assert held_nodes(log) == ["r0n0"] and int(log.scheduler.state.used[0, 0]) == 4000
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=5.0)
+    (granted,) = [event for _, event in log.decide(6.0) if isinstance(event, GangGranted)]
+    assert [bundle.node for bundle in granted.bundles] == ["r0n1"], "the node is back, and the job may use it again"
+    assert {row.ask.id for row in log.scheduler.state.holding()} == {"runs"}
+    assert held_nodes(log) == ["r0n0", "r0n1"] and int(log.scheduler.state.used[0, 0]) == 8000
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 7.0)
+    assert held_nodes(log) == []
+
+
+def test_a_gang_is_held_until_its_own_reservation_is_released_also_when_all_gangs_wait() -> None:
+    log = two_gangs("1x2x4")
+    for rank in (0, 1):
+        ask_again(log, rank, f"r0n{rank}", 2.0)
+    log.add(NodeMarked(node=NodeId("r0n0"), health=Health.DRAINED), at=2.0)
+    log.decide(3.0)
+    release(log, "g0", 4.0)
+    assert held_nodes(log) == ["r0n1"], "the engine still has the reservation of g1"
+    release(log, "g1", 5.0)
+    assert held_nodes(log) == []
+    log.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST), "runs", 6.0)
+    log.add(NodeMarked(node=NodeId("r0n0"), health=Health.HEALTHY), at=7.0)
+    admitted = [event for _, event in log.decide(8.0) if isinstance(event, JobAdmitted)]
+    assert [len(event.placement.gangs) for event in admitted] == [2]
+
+
+def test_a_job_that_lost_one_gang_of_two_is_admitted_with_both_after_its_requeue() -> None:
+    log = two_gangs("1x2x4")
+    ask_again(log, 1, "r0n1", 2.0)
+    log.decide(3.0)
+    release(log, "g1", 4.0)
+    log.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST), "runs", 5.0)
+    admitted = [event for _, event in log.decide(6.0) if isinstance(event, JobAdmitted)]
+    assert [len(event.placement.gangs) for event in admitted] == [2]
+    assert held_nodes(log) == ["r0n0", "r0n1"]

@@ -69,6 +69,8 @@ class _Known:
     epoch: int = 0
     own: tuple[_Place, ...] = ()
     """What the row of the job itself holds: the gangs of the admission, or those that took their place."""
+    bundles: int = 0
+    """Bundles of the admission; ``own`` has fewer while a gang is released and its replacement is not granted."""
     beside: tuple[_Place, ...] = ()
     """What was granted of ``asks``."""
     arrived: frozenset[InstanceId] = frozenset()
@@ -166,9 +168,8 @@ class Scheduler:
             case JobAdmitted(placement=placement) if known is not None:
                 own = tuple((request, placement.gang(request.gang)) for request in known.requests)
                 epoch = int(event.epoch)
-                self._jobs[job] = replace(
-                    known, attempts=event.attempt, epoch=epoch, own=own, arrived=frozenset(), gone=frozenset()
-                )
+                known = replace(known, attempts=event.attempt, epoch=epoch, own=own, bundles=_bundles_of(own))
+                self._jobs[job] = replace(known, arrived=frozenset(), gone=frozenset())
                 self._happened(events.JobHolds(job=job, held=self._held(own)), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
@@ -208,6 +209,8 @@ class Scheduler:
                 self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
                 self._forget(job, known, lambda request: True, at)
                 self._let_go(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
+                if known is not None and _bundles_of(known.own) < known.bundles:
+                    self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # it asks for all of it again
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
@@ -253,8 +256,8 @@ class Scheduler:
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
         self._jobs[job] = replace(known, beside=(*known.beside, place))
         self._happened(events.JobHolds(job=row, held=self._held((place,))), at)
-        if not self._holds(job):
-            self._settle(job, self._jobs[job], (), at)
+        if _bundles_of(known.own) < known.bundles:
+            self._settle(job, self._jobs[job], known.own, at)
 
     def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
         """A node that a job had to leave, or that is overdrawn, takes no new work until it is marked healthy."""
@@ -281,36 +284,45 @@ class Scheduler:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
 
     def _moved(self, job: JobId, known: _Known, gang: GangId, at: float) -> None:
-        """No member of a gang is at its first place any more: what took that place is the holding of the job itself."""
+        """A reservation is gone: what took its place is the holding of the job itself, else the rest of the gangs is.
+
+        A job that has no gang left is paused: it is not admitted anew, its gangs are granted.
+        """
         if self.state.jobs[job].phase != "running":
             return  # all of it comes back at once
         own = tuple(place for place in known.own if place[0].gang != gang)
-        if not self._settle(job, known, own, at) and self._all_wait(job, known):
-            self._let_go(job, at)
-            self._happened(events.JobPaused(job=job, paused=True), at)  # it is not admitted anew: its gangs are granted
+        if not self._settle(job, known, own, at):
+            self._jobs[job] = replace(known, own=own)
+            self._hold_own(job, at)
 
     def _settle(self, job: JobId, known: _Known, own: tuple[_Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""
-        wanted = sum(len(request.bundles) for request, _ in known.own)
-        have = sum(len(request.bundles) for request, _ in own)
+        have = _bundles_of(own)
         instead: list[_Place] = []
         for place in sorted(known.beside, key=lambda place: self._can_spare(job, place[0].gang)):
-            if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= wanted:
+            if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= known.bundles:
                 instead.append(place)
                 have += len(place[0].bundles)
-        if have != wanted:
+        if have != known.bundles:
             return False
         self._jobs[job] = replace(known, own=(*own, *instead))
         self._forget(job, self._jobs[job], lambda request: any(request is place[0] for place in instead), at)
-        self._let_go(job, at)
-        self._happened(events.JobHolds(job=job, held=self._held((*own, *instead))), at)
+        self._hold_own(job, at)
         return True
 
-    def _all_wait(self, job: JobId, known: _Known) -> bool:
-        """True when every member of the admission is in a gang that is asked for and not granted yet."""
-        waiting = [one for one in known.asks if not self._holds(row_of(job, one.gang))]
-        away = {member for one in waiting for ask in one.bundles for member in ask.members}
-        return all(member in away for request, _ in known.own for ask in request.bundles for member in ask.members)
+    def _hold_own(self, job: JobId, at: float) -> None:
+        """The row of a job holds what is its own, and asks no more than that; without anything it is paused."""
+        known = self._jobs[job]
+        self._let_go(job, at)
+        if not known.own:
+            self._happened(events.JobPaused(job=job, paused=True), at)
+            return
+        row, bundles = self.state.jobs[job], _bundles_of(known.own)
+        if len(row.ask.shape.slots) != bundles:
+            requests = known.requests if bundles == known.bundles else tuple(request for request, _ in known.own)
+            ask = replace(row.ask, shape=compile_shape(requests))
+            self._happened(events.JobArrived(ask=ask), at)
+        self._happened(events.JobHolds(job=job, held=self._held(known.own)), at)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
         """A member that moved has left its first place, though others of its gang run on: no device is held there.
@@ -550,6 +562,10 @@ class Scheduler:
                 devices = self.state.device_rows(row, bundle.devices)
                 found.append(Held(row, devices, slot.milli, slot.cpu_milli, slot.mem))
         return tuple(found)
+
+
+def _bundles_of(places: Sequence[_Place]) -> int:
+    return sum(len(request.bundles) for request, _ in places)
 
 
 def _home_in(place: _Place, member: InstanceId) -> NodeId | None:

@@ -63,7 +63,7 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
     queues = [Queue(path=f"t{i}", guaranteed=Res(cpus=0, gpus=devices / TENANTS)) for i in range(TENANTS)]
     state, profile = State(nodes, queues), get_profile(profile_name)
     number = 0
-    while len(state.waiting()) < queued:
+    while len(state.waiting_jobs()) < queued:
         slots = tuple(Slot(gpus=gpus) for gpus in rng.choice(SIZES))
         ask = JobAsk(
             id=JobId(f"j{number:06}"),
@@ -78,7 +78,7 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
         number += 1
     times: list[tuple[float, float, float]] = []
     for _ in range(rounds):
-        running = state.holding()
+        running = state.holders()
         apply(state, JobGone(job=rng.choice(running).ask.id), float(number))
         began, cpu_began = time.perf_counter(), time.process_time()
         decide(state, profile, float(number))
@@ -102,7 +102,7 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
 def first_fit(state: State) -> int:
     """The peer of a decision: in their order, the gangs whose slots find a node each with as many free devices."""
     free, started = state.free.sum(axis=1), 0
-    for row in state.waiting():
+    for row in state.waiting_jobs():
         left = free.copy()
         for slot in row.ask.shape.slots:
             nodes = np.flatnonzero(left >= slot.gpus)

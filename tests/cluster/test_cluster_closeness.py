@@ -13,7 +13,7 @@ from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
 from rota.cluster.core.explain import explain_ask
-from rota.cluster.core.jobs import Held, JobAsk, JobRow, Shape, compile_shape
+from rota.cluster.core.jobs import Allocation, JobAsk, JobRow, Shape, compile_shape
 from rota.cluster.core.placement import place
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.policies import PROFILES, get_profile
@@ -53,7 +53,7 @@ def racks(*free: int, per_rack: int = 2) -> State:
             rows = tuple(range(int(s.dev0[row]) + count, int(s.dev0[row + 1])))
             with s.txn() as txn:
                 s.put(txn, JobRow(ask=ask(f"fill{row}", slot(1), preemptible=False)))
-                s.hold(txn, JobId(f"fill{row}"), (Held(row, rows, 0, 0, 0),), now=0.0)
+                s.hold(txn, JobId(f"fill{row}"), (Allocation(row, rows, 0, 0, 0),), now=0.0)
                 txn.keep()
     return s
 
@@ -159,7 +159,7 @@ def test_a_gang_with_a_plan_fits_exactly_when_brute_force_over_nodes_says_so(
         for row, device in taken:
             rows = range(int(s.dev0[row]), int(s.dev0[row + 1]))
             if device < len(rows) and s.dev_milli[rows[device]] == 1000:
-                s.take(txn, Held(row, (rows[device],), 0, 0, 0), 1)
+                s.take(txn, Allocation(row, (rows[device],), 0, 0, 0), 1)
         before = s.digest()
         held = place(s, txn, gang)
         assert s.digest() == before

@@ -11,13 +11,13 @@ from cluster_makers import ask, node, slot, state
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
 from rota.cluster.policies import get_profile
-from rota.cluster.policies.fgd import Board, Gradient, Kind, Mix, fragments
+from rota.cluster.policies.fgd import Board, Gradient, Mix, TaskShape, fragments
 from rota.cluster.sim.runs import fill
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "cluster"
-HALF, TWO, CPU_ONLY = Kind(1000, 1, 500), Kind(4000, 2, 1000), Kind(2000, 0, 0)
+HALF, TWO, CPU_ONLY = TaskShape(1000, 1, 500), TaskShape(4000, 2, 1000), TaskShape(2000, 0, 0)
 
 
 def test_the_fragmentation_of_three_nodes_is_what_follows_by_hand() -> None:

@@ -14,7 +14,7 @@ from tests.proof.cases.reference import choose_migration
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, JobGone, JobHolds, JobReleased, Tick, apply
 from rota.cluster.core.guarded import check
-from rota.cluster.core.jobs import Held
+from rota.cluster.core.jobs import Allocation
 from rota.cluster.core.profile import Admit, Decision, Preempt
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
@@ -38,7 +38,7 @@ def laid(lay: list[list[int]], gpus: int = 4, fixed: tuple[str, ...] = ()) -> St
             devices = tuple(int(s.dev0[row]) + d for d in range(dev, dev + size))
             dev += size
             apply(s, JobArrived(ask=ask(job, slot(size), preemptible=job not in fixed)), 0.0)
-            apply(s, JobHolds(job=job, held=(Held(row, devices, 0, 0, 0),)), 0.0)
+            apply(s, JobHolds(job=job, held=(Allocation(row, devices, 0, 0, 0),)), 0.0)
     return s
 
 
@@ -223,7 +223,8 @@ def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, i
         check(s)
         rows = s.jobs.values()
         free = [4 - sum(len(h.devices) for r in rows for h in r.held[:1] if h.node == i) for i in range(2)]
-        assert all(row.ask.shape.gpus > max(free) for row in s.waiting()), "it would fit without what others were lent"
+        waiting = s.waiting_jobs()
+        assert all(row.ask.shape.gpus > max(free) for row in waiting), "it would fit without what others were lent"
         if f"j{leaves // 13}" in s.jobs:
             apply(s, JobGone(job=JobId(f"j{leaves // 13}")), float(now))
             check(s)

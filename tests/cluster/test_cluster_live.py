@@ -14,7 +14,7 @@ from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, Tick
 from rota.cluster.core.explain import explain
 from rota.cluster.core.guarded import PASSES_MAX
-from rota.cluster.core.jobs import Held, JobRow, asked
+from rota.cluster.core.jobs import Allocations, JobRow, asked
 from rota.cluster.core.state import InvariantBroken, State, Txn
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies import get_profile
@@ -373,7 +373,7 @@ def test_of_a_job_that_grew_and_then_moved_only_what_it_can_spare_is_taken(profi
     log.add(GangReleased(gang=GangId("all"), epoch=Epoch(2), gone=True), "grown", 4.0)
     log.submit("other", 2, 4, at=5, queue="b")
     log.decide(6.0)
-    held = {row.ask.id: sum(len(slot.devices) for slot in row.held) for row in log.scheduler.state.holding()}
+    held = {row.ask.id: sum(len(slot.devices) for slot in row.held) for row in log.scheduler.state.holders()}
     assert held == {"grown": 2, "other": 8, "grown~w-1": 4}
     log.submit("high", 1, 4, at=40_000, priority=90, queue="b")
     taken = [(job, event.gang) for job, event in log.decide(40_001.0) if isinstance(event, PreemptAsked)]
@@ -486,7 +486,7 @@ def test_who_left_his_first_place_for_good_holds_only_the_new_one() -> None:
         log.add(GangReleased(gang=before, epoch=Epoch(1)), "runs", 10.0 * number + 4)  # it is made again: still held
         assert not log.scheduler.state.dev_milli.any()
         log.add(GangReleased(gang=before, epoch=Epoch(2), gone=True), "runs", 10.0 * number + 5)
-        (row,) = log.scheduler.state.holding()
+        (row,) = log.scheduler.state.holders()
         (there,) = {bundle.node for bundle in granted.bundles}
         assert there != left and {log.scheduler.state.nodes[slot.node].id for slot in row.held} == {there}
         assert int(log.scheduler.state.dev_milli.sum()) == 4000
@@ -534,7 +534,7 @@ def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another
     granted = [event for _, event in log.decide(9.0) if isinstance(event, GangGranted)]
     assert [slot.node for event in granted for slot in event.bundles] == [home.id]
     assert log.scheduler.decide(10.0).marks == (), "and it is not in doubt again"
-    assert [(row.ask.id, row.phase, len(row.held)) for row in log.scheduler.state.holding()] == [("runs", "running", 1)]
+    assert [(row.ask.id, row.phase, len(row.held)) for row in log.scheduler.state.holders()] == [("runs", "running", 1)]
     assert int(log.scheduler.state.dev_milli.sum()) == 1000 * (devices - 4)
 
 
@@ -622,7 +622,7 @@ def test_a_forecast_keeps_its_hands_off_the_books_of_the_live_policy() -> None:
 class _Slips(Fit):
     """A placer that fails for jobs called "fails", and gives those called "takes" the first device of the cluster."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         if row.ask.id.startswith("fails"):
             raise KeyError("no such cell")
         if row.ask.id == "takes":
@@ -668,7 +668,7 @@ def test_a_bug_that_is_told_in_other_words_every_time_is_told_once() -> None:
     class Counts(Fit):
         tries = itertools.count()
 
-        def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
             raise KeyError(next(self.tries))
 
     log = with_nodes()
@@ -759,7 +759,7 @@ def test_who_moved_off_a_drained_node_holds_nothing_there_while_the_rest_of_its_
             place = granted.bundles[n].node
             log.add(InstanceStarted(role=RoleName("w"), rank=i, epoch=Epoch(3), node=place, pid=9), "runs", 5.0)
         assert int(scheduler.state.used[0, 0]) == 8_000, "it is charged what it asks"
-        rows = {row.ask.id: sum(len(one.devices) for one in row.held) for row in scheduler.state.holding()}
+        rows = {row.ask.id: sum(len(one.devices) for one in row.held) for row in scheduler.state.holders()}
         kept = {JobId(f"runs~left-drained-{n}"): 0 for n in range(number + 1)}
         assert rows == {job: 8, **kept}, "of what it left the engine keeps the cores alone"
         nodes = [scheduler.state.nodes[held.node].id for held in scheduler.state.jobs[job].held]
@@ -774,6 +774,6 @@ def test_who_moved_off_a_drained_node_holds_nothing_there_while_the_rest_of_its_
     assert [type(event) for job, event in log.decide(11.0) if job == "next"] == [JobAdmitted]
     assert replayed(log.records, get_profile("default"), requests_of)["different"] == []
     log.add(GangReleased(gang=GangId("all"), epoch=Epoch(5), gone=True), "runs", 12.0)
-    assert {row.ask.id for row in scheduler.state.holding()} == {job, JobId("next")}
+    assert {row.ask.id for row in scheduler.state.holders()} == {job, JobId("next")}
     log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 13.0)
     assert int(scheduler.state.dev_milli.sum()) == 8000

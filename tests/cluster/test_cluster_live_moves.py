@@ -41,7 +41,7 @@ def moves(log: Log, gang: str, ranks: tuple[int, ...], left: str, at: float) -> 
 
 def held_nodes(log: Log) -> list[NodeId]:
     state = log.scheduler.state
-    return sorted(state.nodes[slot.node].id for row in state.holding() for slot in row.held if slot.devices)
+    return sorted(state.nodes[slot.node].id for row in state.holders() for slot in row.held if slot.devices)
 
 
 def test_who_moved_alone_keeps_its_place_when_the_gang_that_it_left_is_given_back() -> None:
@@ -57,7 +57,7 @@ def test_who_moved_alone_keeps_its_place_when_the_gang_that_it_left_is_given_bac
     (second,) = moves(log, "w-1", (1,), "r0n1", 5.0)
     log.add(GangReleased(gang=GangId("all"), epoch=Epoch(1), gone=True), "runs", 7.0)
     assert held_nodes(log) == sorted((first, second)), "the place of w/0 is of another gang"
-    assert {row.ask.id for row in log.scheduler.state.holding()} == {"runs"}, "no cores are left where they were"
+    assert {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}, "no cores are left where they were"
     log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 8.0)
     assert held_nodes(log) == []
 
@@ -78,7 +78,7 @@ def test_a_gang_that_a_job_lives_in_does_not_count_as_one_that_it_waits_for() ->
     (third,) = moves(log, "w-0-again", (0,), first, 7.0)
     log.add(InstanceStarted(role=RoleName("w"), rank=0, epoch=Epoch(5), node=third, pid=9), "runs", 9.0)
     assert held_nodes(log) == sorted((second, third))
-    assert {row.ask.id for row in log.scheduler.state.holding()} == {"runs"}, "the cores of w-0 were given back"
+    assert {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}, "the cores of w-0 were given back"
 
 
 def gang_of_each(spec: JobSpec) -> tuple[GangRequest, ...]:
@@ -120,7 +120,7 @@ def test_a_released_gang_is_free_while_the_job_holds_the_other_and_waits_for_a_n
     log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=5.0)
     (granted,) = [event for _, event in log.decide(6.0) if isinstance(event, GangGranted)]
     assert [bundle.node for bundle in granted.bundles] == ["r0n1"], "the node is back, and the job may use it again"
-    assert {row.ask.id for row in log.scheduler.state.holding()} == {"runs"}
+    assert {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}
     assert held_nodes(log) == ["r0n0", "r0n1"] and int(log.scheduler.state.used[0, 0]) == 8000
     log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 7.0)
     assert held_nodes(log) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, JobGone, apply
-from rota.cluster.core.jobs import Held, Shape, Slot
+from rota.cluster.core.jobs import Allocation, Shape, Slot
 from rota.cluster.core.placement import place, spread
 from rota.cluster.core.state import DATA_MAX, State
 from rota.cluster.policies import get_profile
@@ -37,21 +37,21 @@ def _brute_force(s: State, wanted: Shape) -> bool:
                     chosen.pop()
         return False
 
-    chosen: list[Held] = []
+    chosen: list[Allocation] = []
     return fits(0)
 
 
-def _all_holdings(s: State, one: Slot, row: int) -> list[Held]:
+def _all_holdings(s: State, one: Slot, row: int) -> list[Allocation]:
     rows = range(int(s.dev0[row]), int(s.dev0[row + 1]))
     if one.gpus:
         free = [d for d in rows if s.dev_milli[d] == 1000]
-        return [Held(row, tuple(free[: one.gpus]), 0, one.cpu_milli, one.mem)] if len(free) >= one.gpus else []
+        return [Allocation(row, tuple(free[: one.gpus]), 0, one.cpu_milli, one.mem)] if len(free) >= one.gpus else []
     if one.milli:
-        return [Held(row, (d,), one.milli, one.cpu_milli, one.mem) for d in rows if s.dev_milli[d] >= one.milli]
-    return [Held(row, (), 0, one.cpu_milli, one.mem)]
+        return [Allocation(row, (d,), one.milli, one.cpu_milli, one.mem) for d in rows if s.dev_milli[d] >= one.milli]
+    return [Allocation(row, (), 0, one.cpu_milli, one.mem)]
 
 
-def _bonds_hold(s: State, wanted: Shape, chosen: list[Held]) -> bool:
+def _bonds_hold(s: State, wanted: Shape, chosen: list[Allocation]) -> bool:
     def cell(i: int, level: str) -> int:
         return int(s.domain[chosen[i].node]) if level == "rack" else chosen[i].node
 
@@ -82,7 +82,7 @@ def test_a_gang_fits_exactly_when_brute_force_says_so(gang: Shape, taken: list[t
         for row, device, milli in taken:
             rows = list(range(int(s.dev0[row]), int(s.dev0[row + 1])))
             if device < len(rows) and s.dev_milli[rows[device]] == 1000:
-                s.take(txn, Held(row, (rows[device],), milli, 0, 0), 1)
+                s.take(txn, Allocation(row, (rows[device],), milli, 0, 0), 1)
         before = s.digest()
         held = place(s, txn, gang)
         assert s.digest() == before
@@ -105,7 +105,7 @@ def test_free_totals_are_not_enough_when_no_node_has_room_for_one_member() -> No
 def test_pack_fills_the_fuller_node_and_spread_the_emptier() -> None:
     s = state(node("a"), node("b"))
     with s.txn() as txn:
-        s.take(txn, Held(1, (4,), 0, 0, 0), 1)
+        s.take(txn, Allocation(1, (4,), 0, 0, 0), 1)
         packed = place(s, txn, shape(slot(1)))
         apart = place(s, txn, shape(slot(1)), prefer=spread)
     assert packed is not None

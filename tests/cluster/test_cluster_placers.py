@@ -11,14 +11,14 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
-from rota.cluster.core.jobs import Held, JobRow
+from rota.cluster.core.jobs import Allocations, JobRow
 from rota.cluster.core.state import Txn
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import RandomFit
 from rota.cluster.sim.runs import run_sim
 
 
-def _held(profile: str, *nodes: Any, asks: Any) -> list[tuple[Held, ...]]:
+def _held(profile: str, *nodes: Any, asks: Any) -> list[Allocations]:
     s, chosen = state(*nodes), get_profile(profile)
     for at, one in enumerate(asks):
         step(s, JobArrived(ask=one), chosen, float(at))

@@ -15,7 +15,7 @@ from rota.cluster.core.cycle import decide, place_in_order, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.guarded import check
-from rota.cluster.core.jobs import Held, JobAsk, JobRow
+from rota.cluster.core.jobs import Allocations, JobAsk, JobRow
 from rota.cluster.core.preemption import Rooms
 from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
 from rota.cluster.core.state import TENANT_LABEL, State, Txn
@@ -279,7 +279,7 @@ def test_a_guaranteed_job_keeps_its_cells_also_where_a_promise_is_no_whole_numbe
     for now in range(40):
         slots = [slot(rng.choice((1, 1, 2, 4)))] * rng.choice((1, 1, 2))
         new = JobArrived(ask=ask(f"j{now:02}", *slots, queue=rng.choice("abc"), priority=rng.choice((-1, 50)), at=now))
-        held = s.holding()
+        held = s.holders()
         fact = JobGone(job=rng.choice(held).ask.id) if held and rng.random() < 0.4 else new
         for decision in step(s, fact, hived, float(now)):
             if isinstance(decision, Preempt):
@@ -413,7 +413,7 @@ class Counting:
 
     asked: list[str] = field(default_factory=list)
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         self.asked.append(row.ask.id)
         return Fit().place(state, txn, row)
 
@@ -440,7 +440,7 @@ def test_the_room_that_jobs_give_back_is_counted_as_placing_finds_it(seed: int) 
     shares = seed % 2 == 0
     for i in range(12):
         step(s, JobArrived(ask=ask(f"r{i}", slot(rng.choice((0.5, 1, 2) if shares else (1, 1, 2))))), fifo, 0.0)
-    order = [row.ask.id for row in s.holding()]
+    order = [row.ask.id for row in s.holders()]
     rng.shuffle(order)
     for gpus, count in ((0.5, 1), (1, 3), (2, 2), (4, 1), (1, 9)):
         row = JobRow(ask=ask("j", *(slot(gpus) for _ in range(count))))

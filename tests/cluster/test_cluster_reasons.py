@@ -105,7 +105,7 @@ def test_a_pass_up_to_a_job_says_of_it_what_the_whole_pass_says(name: str) -> No
         assert part == whole
         told |= {type(one).__name__ for one in part}
         step(s, JobArrived(ask=asked), profile, float(at))
-        if (held := s.holding()) and at % 3 == 0:
+        if (held := s.holders()) and at % 3 == 0:
             apply(s, JobGone(job=rng.choice(held).ask.id), float(at))
     assert {"WaitOn"} | ({"Admit"} if name != "private" else set()) <= told  # no node is anybody's own here
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.proof.cases.drf import fill, tasks_after
 from tests.proof.cases.reference import dominant, drf_fluid
 
-from rota.cluster.core.quota import Amounts, Claim, fair_shares
+from rota.cluster.core.quota import Amounts, ShareRequest, fair_shares
 
 EXAMPLES = 10_000 if os.environ.get("ROTA_DEEP") == "1" else 25
 RESOURCES = ("cpu", "gpu", "mem")
@@ -101,7 +101,7 @@ def test_whole_tasks_fill_up_and_nobody_is_a_task_ahead_of_one_who_could_have_ha
 CLAIMS = st.dictionaries(
     st.sampled_from("abcde"),
     st.builds(
-        Claim,
+        ShareRequest,
         deserved=st.integers(0, 12).map(Fraction),
         request=st.integers(0, 16).map(Fraction),
         most=st.none() | st.integers(0, 16).map(Fraction),
@@ -115,7 +115,7 @@ CLAIMS = st.dictionaries(
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 40).map(Fraction), CLAIMS)
 def test_fair_shares_keep_what_is_deserved_and_divide_the_rest_by_tier_and_weight(
-    total: Fraction, claims: dict[str, Claim]
+    total: Fraction, claims: dict[str, ShareRequest]
 ) -> None:
     shares, left = fair_shares(total, claims)
     ceiling = {n: c.request if c.most is None else min(c.request, c.most) for n, c in claims.items()}

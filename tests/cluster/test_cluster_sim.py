@@ -13,7 +13,7 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
-from rota.cluster.core.jobs import Held
+from rota.cluster.core.jobs import Allocations
 from rota.cluster.core.state import State
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import Estimates, Forecast
@@ -171,7 +171,7 @@ def test_an_estimate_is_exact_when_durations_are_and_leaves_the_state_alone() ->
 class Starts(Simulation):
     """A run that keeps every start."""
 
-    def _start(self, job: JobId, held: tuple[Held, ...]) -> None:
+    def _start(self, job: JobId, held: Allocations) -> None:
         self.__dict__.setdefault("starts", []).append((self.now, job))
         super()._start(job, held)
 
@@ -199,7 +199,7 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
     real.run()
     live = State(given.nodes, given.queues)
     Simulation(live, get_profile(profile), jobs, SystemClock(), until_s=fork).run()
-    waiting = sorted(row.ask.id for row in live.waiting())
+    waiting = sorted(row.ask.id for row in live.waiting_jobs())
     assert len(waiting) >= 2
     found = Forecast(live, get_profile(profile), fork).play(VirtualClock())
     for job in waiting:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.guarded import violations
-from rota.cluster.core.jobs import Held, JobRow
+from rota.cluster.core.jobs import Allocation, JobRow
 from rota.cluster.core.state import Txn
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
@@ -82,7 +82,7 @@ def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: lis
             job = ask(f"j{i}")
             s.put(txn, JobRow(ask=job))
             devices = tuple(d for d in range(row * 4, row * 4 + gpus) if s.dev_milli[d] == 1000)
-            s.hold(txn, job.id, (Held(row, devices, 0, 0, 0),), now=1.0)
+            s.hold(txn, job.id, (Allocation(row, devices, 0, 0, 0),), now=1.0)
             if leaves:
                 s.drop(txn, job.id)
     assert s.digest() == before
@@ -93,7 +93,7 @@ def test_use_by_user_and_the_parts_of_jobs_are_in_the_digest_and_are_checked() -
     s = state(node("a"), queues=(Queue(path="default", user_limit=Res(cpus=0, gpus=4)),))
     for row, job in enumerate((ask("whole", user="ann"), ask("part", user="ann", part_of=JobId("whole")))):
         apply(s, JobArrived(ask=job), 0.0)
-        apply(s, JobHolds(job=job.id, held=(Held(0, (row,), 0, 0, 0),)), 1.0)
+        apply(s, JobHolds(job=job.id, held=(Allocation(0, (row,), 0, 0, 0),)), 1.0)
     assert violations(s) == []
     before, used = s.digest(), s.used_by[0, "ann"]
     with s.txn() as txn:

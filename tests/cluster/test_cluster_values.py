@@ -24,10 +24,10 @@ from rota.cluster.core.admission import (
     with_slots,
     without,
 )
-from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, JobStopping, apply
-from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, compile_shape, line_key, place_key
+from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, StopRequested, apply
+from rota.cluster.core.jobs import Allocation, Allocations, JobRow, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
-from rota.cluster.core.preemption import Claims, take_what_is_free
+from rota.cluster.core.preemption import TentativeAllocations, take_what_is_free
 from rota.cluster.core.state import State
 from rota.cluster.policies.basic import Fit
 from rota.cluster.policies.gandiva import LendAndPack, kinship, pair_of, potential
@@ -49,7 +49,7 @@ def request(*bundles: BundleAsk, gang: str = "all", **rules: Any) -> GangRequest
     return GangRequest(gang=GangId(gang), bundles=bundles, **rules)
 
 
-def running(s: State, name: str, held: tuple[Held, ...], *slots: Any, now: float = 0.0, **more: Any) -> JobId:
+def running(s: State, name: str, held: Allocations, *slots: Any, now: float = 0.0, **more: Any) -> JobId:
     job = ask(name, *slots, **more)
     apply(s, JobArrived(ask=job), now)
     apply(s, JobHolds(job=job.id, held=held), now)
@@ -241,7 +241,7 @@ def test_amounts_have_their_units() -> None:
 
 def test_the_empty_twin_has_every_node_in_order_but_those_that_left_and_the_spares() -> None:
     s = state(node("a"), node("b").with_health(Health.DRAINED), node("c"))
-    running(s, "j", (Held(0, (0, 1), 0, 0, 0),), slot(2))
+    running(s, "j", (Allocation(0, (0, 1), 0, 0, 0),), slot(2))
     twin = empty_twin(s)
     assert ([one.id for one in twin.nodes], int(twin.free.sum()), not twin.node_health.any()) == (
         ["a", "b", "c"],
@@ -342,28 +342,28 @@ def test_the_rules_about_closeness_are_left_out_one_at_a_time() -> None:
 
 def test_what_is_free_of_a_holding_is_taken_and_the_rest_is_owed() -> None:
     s = state(node("n", 3, cpus=4, gib=4))
-    running(s, "j", (Held(0, (0,), 0, 3000, 3 * GIB),), slot(1, cpus=3, gib=3))
+    running(s, "j", (Allocation(0, (0,), 0, 3000, 3 * GIB),), slot(1, cpus=3, gib=3))
     with s.txn() as txn:
-        part = take_what_is_free(s, txn, Held(0, (0, 1), 0, 2000, 2 * GIB))
-        assert part == Held(0, (1,), 0, 1000, GIB)
+        part = take_what_is_free(s, txn, Allocation(0, (0, 1), 0, 2000, 2 * GIB))
+        assert part == Allocation(0, (1,), 0, 1000, GIB)
         assert (list(s.dev_milli), int(s.cpu[0]), int(s.mem[0])) == ([0, 0, 1000], 0, 0)
     with s.txn() as txn:
-        claims = Claims(s, txn)
+        claims = TentativeAllocations(s, txn)
         assert (bool(claims), claims.given_back([JobId("j")])) == (False, 3000)
-        claims.keep([Held(0, (0, 1), 0, 2000, 2 * GIB)])
+        claims.keep([Allocation(0, (0, 1), 0, 2000, 2 * GIB)])
         claims.jobs.append(JobId("k"))
         assert bool(claims) and claims.given_back([JobId("j")]) == 1000
         assert claims.given_back([]) == 0
         with txn.trial():
-            claims.let_go([JobId("j")])
+            claims.release_all([JobId("j")])
             assert (list(s.dev_milli), int(s.cpu[0]), int(s.mem[0])) == ([0, 0, 1000], 2000, 2 * GIB)
 
 
 def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_others() -> None:
     s = state(node("n", 4), node("m", 2))
-    a = running(s, "a", (Held(0, (0,), 0, 0, 0),), slot(1), slots_max=4)
-    b = running(s, "b", (Held(0, (1,), 0, 0, 0), Held(1, (4,), 0, 0, 0)), slot(1), slot(1), slots_max=3)
-    running(s, "c", (Held(0, (2,), 0, 0, 0),), slot(1))
+    a = running(s, "a", (Allocation(0, (0,), 0, 0, 0),), slot(1), slots_max=4)
+    b = running(s, "b", (Allocation(0, (1,), 0, 0, 0), Allocation(1, (4,), 0, 0, 0)), slot(1), slot(1), slots_max=3)
+    running(s, "c", (Allocation(0, (2,), 0, 0, 0),), slot(1))
     with s.txn() as txn:
         more = LendAndPack(60.0).lend(s, txn, Fit())
         assert {job: len(held) for job, held in more.items()} == {a: 3} or {job: len(h) for job, h in more.items()} == {
@@ -372,7 +372,9 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
         }
         assert all(held[: len(s.jobs[job].held)] == s.jobs[job].held for job, held in more.items())
         assert int(s.dev_milli.sum()) == 2000, "a trial"
-    lent = replace(s.jobs[a], held=(Held(0, (0,), 0, 0, 0), Held(0, (3,), 0, 0, 0), Held(1, (5,), 0, 0, 0)))
+    lent = replace(
+        s.jobs[a], held=(Allocation(0, (0,), 0, 0, 0), Allocation(0, (3,), 0, 0, 0), Allocation(1, (5,), 0, 0, 0))
+    )
     with s.txn() as txn:
         for held in lent.held[1:]:
             s.take(txn, held, 1)
@@ -388,7 +390,7 @@ def test_a_row_knows_its_times_and_its_line() -> None:
     assert (row.left_s, row.begins_at, row.served_by(50.0)) == (70.0, 9.0, 7.0)
     assert replace(row, done_s=130.0).left_s == 0.0
     assert JobRow(ask=ask("a")).left_s is None
-    assert replace(row, held=(Held(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
+    assert replace(row, held=(Allocation(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
     assert replace(row, back_at=1.0).begins_at == 5.0
     told = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
     assert (
@@ -407,12 +409,12 @@ def test_a_row_knows_its_times_and_its_line() -> None:
 
 def test_facts_about_a_job_count_in_the_phase_that_they_belong_to() -> None:
     s = state(node("n", 4))
-    job = running(s, "j", (Held(0, (0,), 0, 0, 0),), now=3.0)
+    job = running(s, "j", (Allocation(0, (0,), 0, 0, 0),), now=3.0)
     assert (s.jobs[job].phase, s.jobs[job].started_at, int(s.free.sum())) == ("running", 3.0, 3)
     apply(s, JobSaved(job=job), 8.0)
     apply(s, JobPaused(job=job, paused=True), 8.0)
     assert (s.jobs[job].saved_at, s.jobs[job].phase) == (8.0, "running")
-    apply(s, JobStopping(job=job), 9.0)
+    apply(s, StopRequested(job=job), 9.0)
     assert s.jobs[job].phase == "stopping"
     apply(s, JobReleased(job=job, back_at=20.0, done_s=4.0), 10.0)
     row = s.jobs[job]
@@ -425,11 +427,11 @@ def test_facts_about_a_job_count_in_the_phase_that_they_belong_to() -> None:
         4.0,
     )
     assert int(s.free.sum()) == 4
-    apply(s, JobHolds(job=job, held=(Held(0, (1,), 0, 0, 0),)), 21.0)
+    apply(s, JobHolds(job=job, held=(Allocation(0, (1,), 0, 0, 0),)), 21.0)
     apply(s, JobReleased(job=job, back_at=21.0), 21.0)
     assert (s.jobs[job].back_at, s.jobs[job].done_s) == (0.0, 4.0)
     before = s.version
-    apply(s, JobStopping(job=JobId("none")), 22.0)
+    apply(s, StopRequested(job=JobId("none")), 22.0)
     assert (s.version, s.jobs[job].phase) == (before + 1, "queued")
 
 
@@ -486,10 +488,10 @@ def test_two_users_with_equal_incomes_have_the_largest_product_of_tasks() -> Non
 
 def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
     s = state(node("n", 4, cpus=8))
-    young = running(s, "y", (Held(0, (2, 3), 0, 0, 0),), slot(2), now=5.0, labels={"class": "x"})
-    old = running(s, "o", (Held(0, (0, 1), 0, 0, 0),), slot(2), now=1.0)
+    young = running(s, "y", (Allocation(0, (2, 3), 0, 0, 0),), slot(2), now=5.0, labels={"class": "x"})
+    old = running(s, "o", (Allocation(0, (0, 1), 0, 0, 0),), slot(2), now=1.0)
     row = JobRow(ask=ask("w", slot(2, cpus=3)))
-    half, mine = (Held(0, (0, 1), 500, 0, 0),), (Held(0, (0, 1), 500, 3000, 0),)
+    half, mine = (Allocation(0, (0, 1), 500, 0, 0),), (Allocation(0, (0, 1), 500, 3000, 0),)
     packs = LendAndPack(60.0, 0.1)
     assert packs.join(s, row) == (old, half, mine)
     assert LendAndPack(60.0).join(s, row) is None, "devices are lent, not shared"

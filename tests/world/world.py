@@ -297,7 +297,7 @@ def check_victims(scheduler: Scheduler, victims: Sequence[JobId]) -> None:
     """With one job to preempt for, nobody is asked to leave without whom that job had its place as well."""
     state = scheduler.state
     least = min((state.jobs[job].ask.priority for job in victims), default=0)
-    waiting = [row for row in state.waiting() if row.ask.priority > least]
+    waiting = [row for row in state.waiting_jobs() if row.ask.priority > least]
     if len(waiting) != 1 or any(state.jobs[job].phase == "stopping" for job in state.jobs):
         return
     with state.txn() as txn:

@@ -11,7 +11,7 @@ from typing import Any
 from rota.cluster.core import admission, events, explain
 from rota.cluster.core.cycle import wait_of
 from rota.cluster.core.guarded import guarded, overdrawn, violations
-from rota.cluster.core.jobs import Held, JobAsk, Wait, compile_shape
+from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, Wait, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.state import State
 from rota.spec import codec
@@ -175,9 +175,9 @@ class Scheduler:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._happened(events.JobWaits(job=job, wait=wait), at)
             case PreemptAsked(gang=str(gang)):
-                self._happened(events.JobStopping(job=row_of(job, gang)), at)
+                self._happened(events.StopRequested(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
-                self._happened(events.JobStopping(job=job), at)
+                self._happened(events.StopRequested(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 if reason is Reason.PAUSED:
                     self._happened(events.JobPaused(job=job, paused=True), at)
@@ -202,13 +202,13 @@ class Scheduler:
                 else:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
-                self._happened(events.JobStopping(job=job), at)
+                self._happened(events.StopRequested(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
                 self._forget(job, known, lambda request: True, at)
-                self._let_go(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
+                self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
                 if known is not None and _bundles_of(known.own) < known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # it asks for all of it again
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
@@ -313,7 +313,7 @@ class Scheduler:
     def _hold_own(self, job: JobId, at: float) -> None:
         """The row of a job holds what is its own, and asks no more than that; without anything it is paused."""
         known = self._jobs[job]
-        self._let_go(job, at)
+        self._release(job, at)
         if not known.own:
             self._happened(events.JobPaused(job=job, paused=True), at)
             return
@@ -343,7 +343,7 @@ class Scheduler:
             return
         self._jobs[job] = replace(known, own=own, arrived=known.arrived - movers)
         self._forget(job, self._jobs[job], lambda request: request is move[0], at)
-        self._let_go(job, at)
+        self._release(job, at)
         self._happened(events.JobHolds(job=job, held=self._held(own)), at)
         before = [(grant.gang, given) for _, grant in known.own for given in grant.bundles]
         after = [given for _, grant in own for given in grant.bundles]
@@ -372,7 +372,7 @@ class Scheduler:
         self._forget(job, known, lambda request: request.gang in free, at)
         return self._jobs[job]
 
-    def _let_go(self, job: JobId, at: float, *, cools: bool = False) -> None:
+    def _release(self, job: JobId, at: float, *, cools: bool = False) -> None:
         """All is given back. A time limit counts every second on devices, whether its work was kept or not.
 
         A job that others asked for its devices ``cools`` down; one that its user paused may continue at once.
@@ -406,7 +406,7 @@ class Scheduler:
 
     def _rebuild(self, at: float) -> None:
         """Lay the jobs over the new inventory. A lost node stays in it, unusable, while a job still holds it."""
-        held = {self.state.nodes[slot.node].id for row in self.state.holding() for slot in row.held}
+        held = {self.state.nodes[slot.node].id for row in self.state.holders() for slot in row.held}
         for node in self._lost - held:
             self._nodes.pop(node, None)
         self._lost &= held
@@ -491,7 +491,7 @@ class Scheduler:
 
     def _moves(self) -> list[tuple[JobId, Event]]:
         """Jobs that do not know yet that they must leave a node, or that they need not any more."""
-        holders = [row for row in self.state.holding() if row.phase != "stopping"] if self._drains else []
+        holders = [row for row in self.state.holders() if row.phase != "stopping"] if self._drains else []
         there = {(self.state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
         due = {one: self._drains[one[0]] for one in sorted(there) if one[0] in self._drains}
         new = [one for one, due_at in due.items() if self._asked_to_leave.get(one) != due_at]
@@ -533,7 +533,7 @@ class Scheduler:
 
     # -- placements as values ----------------------------------------------------------------------------------------
 
-    def _placement(self, requests: tuple[GangRequest, ...], held: tuple[Held, ...]) -> Placement:
+    def _placement(self, requests: tuple[GangRequest, ...], held: Allocations) -> Placement:
         """Holdings in slot order as grants of the gangs they belong to."""
         rest = iter(held)
         return Placement(
@@ -546,21 +546,21 @@ class Scheduler:
             )
         )
 
-    def _grant(self, index: int, res: Any, held: Held) -> BundleGrant:
+    def _grant(self, index: int, res: Any, held: Allocation) -> BundleGrant:
         node = self.state.nodes[held.node]
         devices = tuple(int(self.state.dev_index[d]) for d in held.devices)
         return BundleGrant(index=index, node=node.id, host=node.host, devices=devices, res=res)
 
-    def _held(self, places: tuple[_Place, ...]) -> tuple[Held, ...]:
+    def _held(self, places: tuple[_Place, ...]) -> Allocations:
         """Inverse of ``_placement``; bundles on nodes that are gone hold nothing."""
         shape = compile_shape(tuple(request for request, _ in places))
-        found: list[Held] = []
+        found: list[Allocation] = []
         bundles = [bundle for _, grant in places for bundle in grant.bundles]
         for slot, bundle in zip(shape.slots, bundles, strict=True):
             row = self.state.node_row.get(bundle.node)
             if row is not None:
                 devices = self.state.device_rows(row, bundle.devices)
-                found.append(Held(row, devices, slot.milli, slot.cpu_milli, slot.mem))
+                found.append(Allocation(row, devices, slot.milli, slot.cpu_milli, slot.mem))
         return tuple(found)
 
 

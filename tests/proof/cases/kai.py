@@ -11,7 +11,7 @@ from typing import Any
 
 from rota.cluster.core import cycle, events
 from rota.cluster.core.guarded import check
-from rota.cluster.core.jobs import Held, JobAsk, Shape, Slot, asked
+from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, Shape, Slot, asked
 from rota.cluster.core.profile import Admit, Preempt, Profile
 from rota.cluster.core.state import State
 from rota.cluster.policies.kai import kai
@@ -101,7 +101,7 @@ class _Replay:
             _Reader(self, raw, names, position).read()
         self._settle()
 
-    def add(self, ask: JobAsk, held: tuple[Held, ...] = ()) -> None:
+    def add(self, ask: JobAsk, held: Allocations = ()) -> None:
         """Put a job into the state, running if it holds something."""
         events.apply(self.state, events.JobArrived(ask=ask), ask.queued_at)
         if held:
@@ -143,7 +143,7 @@ class _Replay:
         for job, row in self.state.jobs.items():
             self.status[job] = _Status("running" if row.held else "pending", self._names(row.held))
 
-    def _names(self, held: Sequence[Held]) -> tuple[str, ...]:
+    def _names(self, held: Sequence[Allocation]) -> tuple[str, ...]:
         return tuple(self.state.nodes[slot.node].id for slot in held)
 
     def compare(self, expected: Mapping[str, Raw]) -> None:
@@ -261,7 +261,7 @@ class _Reader:
     raw: Raw
     paths: Mapping[str, str]
     position: int
-    at: list[Held] = field(default_factory=list[Held])
+    at: list[Allocation] = field(default_factory=list[Allocation])
 
     def read(self) -> None:
         raw, tasks = self.raw, self.raw["tasks"]
@@ -319,7 +319,7 @@ class _Reader:
             preemptible=priority < PREEMPTIBLE_BELOW,
         )
 
-    def _holding(self, task: Raw) -> Held:
+    def _holding(self, task: Raw) -> Allocation:
         """Devices for a task that runs already: that of its group, else the first that have room."""
         state, slot = self.replay.state, self._slot(task)
         node = state.node_row[NodeId(task["node"])]

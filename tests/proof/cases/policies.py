@@ -12,7 +12,7 @@ from rota.cluster.core.cycle import decide
 from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Admit, Profile
-from rota.cluster.core.quota import QueueUse, ReclaimRules, reclaim
+from rota.cluster.core.quota import QueueDemand, ReclaimRules, reclaim
 from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
@@ -196,7 +196,7 @@ def _capacity(case: Raw, profile: Profile) -> None:
     off = set(given.get("non_preemptable") or ())
     parents = {q["name"]: q["parent"] for q in given["queues"]}
     queues = [
-        QueueUse(
+        QueueDemand(
             name=q["name"],
             parent=q["parent"],
             guaranteed=number(q["guaranteed"]),
@@ -271,7 +271,7 @@ def _fair_share(case: Raw, profile: Profile) -> None:
         return None if value is None or number(value) == -1 else number(value)
 
     claims = {
-        name: quota.Claim(
+        name: quota.ShareRequest(
             deserved=Fraction(0) if q.get("deserved") is None else unlimited(q["deserved"]),
             request=number(q["request"]),
             most=unlimited(q.get("max_allowed")),

@@ -327,7 +327,7 @@ class Tally:
     nodes_left: int
 
 
-def awaits(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
+def waits_for_preemption(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
     """A job waits for what these jobs are giving back, and will lie on these nodes."""
     gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
     return Wait(

@@ -9,21 +9,26 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any, NamedTuple
 
-from rota.cluster.core.admission import awaits, too_few_free, waits_because, with_spares
+from rota.cluster.core.admission import too_few_free, waits_because, waits_for_preemption, with_spares
 from rota.cluster.core.events import (
     Event,
     JobGone,
     JobHolds,
     JobReleased,
     JobResized,
-    JobStopping,
     JobWaits,
     PairUndone,
+    StopRequested,
     apply,
     fold,
 )
-from rota.cluster.core.jobs import Held, JobRow, LineKey, Wait, line_key, place_key
-from rota.cluster.core.preemption import Claims, Reservation, Reservations, take_what_is_free
+from rota.cluster.core.jobs import Allocations, JobRow, LineKey, Wait, line_key, place_key
+from rota.cluster.core.preemption import (
+    BackfillReservation,
+    BackfillReservations,
+    TentativeAllocations,
+    take_what_is_free,
+)
 from rota.cluster.core.profile import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
 from rota.cluster.core.state import LOST, InvariantBroken, State, Txn
 from rota.spec.errors import nearest
@@ -66,7 +71,7 @@ class Turns:
     """
 
     def __init__(
-        self, state: State, profile: Profile, now: float, reservations: Reservations, starts: Callable[[], int]
+        self, state: State, profile: Profile, now: float, reservations: BackfillReservations, starts: Callable[[], int]
     ) -> None:
         self._state, self._profile, self._now, self._starts = state, profile, now, starts
         self._reservations = reservations
@@ -179,7 +184,7 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
     with state.txn() as txn:
         walk = _Pass(state, txn, profile, now)
         decisions = walk.run()
-        if not walk.claims:
+        if not walk.tentative:
             txn.keep()
             state.version += 1
             return decisions
@@ -188,7 +193,7 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
             case Admit(job=job, held=held):
                 apply(state, JobHolds(job=job, held=held), now)
             case Preempt(job=job, undone=undone):
-                apply(state, JobStopping(job=job), now)
+                apply(state, StopRequested(job=job), now)
                 if undone is not None:
                     apply(state, PairUndone(job=job, pair=undone), now)
             case Resize(job=job, held=held):
@@ -232,9 +237,9 @@ class _Pass:
         self.verdicts: dict[LineKey, Wait | Known] = {}
         self.full: dict[LineKey, Reason] = {}
         self.wake: list[float] = []
-        self.reservations = Reservations(state, txn, profile.placer, now)
-        self.fits: dict[tuple[object, ...], tuple[int, tuple[Held, ...] | None]] = {}
-        self.claims = Claims(state, txn)
+        self.reservations = BackfillReservations(state, txn, profile.placer, now)
+        self.fits: dict[tuple[object, ...], tuple[int, Allocations | None]] = {}
+        self.tentative = TentativeAllocations(state, txn)
         self.started = 0
         self.sharing, self.joins, self.shared = profile.sharing, True, False
         self.tried = self.sets = 0
@@ -297,7 +302,7 @@ class _Pass:
 
     def _starts(self) -> int:
         """Starts and claims so far: ranks stay as they are until there is one more."""
-        return self.started + len(self.claims.jobs)
+        return self.started + len(self.tentative.jobs)
 
     def _give_reason(self, row: JobRow, wait: Wait | Known) -> None:
         """Give a job its reason if it differs from the last one, with the numbers of now."""
@@ -335,7 +340,7 @@ class _Pass:
                 if (
                     isinstance(wait, Wait)
                     and wait.reason not in FOR_ONE_JOB
-                    and not self.claims
+                    and not self.tentative
                     and self.profile.remember
                     and self.profile.block != "reserve"
                     and not (local and wait.reason in BEYOND_QUEUE)
@@ -434,11 +439,11 @@ class _Pass:
         wait = waits_because(self.state, row.ask, self.profile.placer)
         if self.profile.block == "reserve":
             self.full[key] = wait.reason
-            if self.profile.remember and not self.claims:
+            if self.profile.remember and not self.tentative:
                 self.state.memory.learn(f"full {self._beside_spares()}", key, wait.reason, local=False)
         return wait
 
-    def _place(self, row: JobRow) -> tuple[Held, ...] | None:
+    def _place(self, row: JobRow) -> Allocations | None:
         """Where the job fits now, or once others have given back what they were lent."""
         if not self.profile.starts:
             return None
@@ -448,7 +453,7 @@ class _Pass:
             held = self.profile.placer.place(self.state, self.txn, row)
         return held
 
-    def _join(self, row: JobRow) -> tuple[Held, ...] | None:
+    def _join(self, row: JobRow) -> Allocations | None:
         """A part of the devices of a running job, which keeps the other part."""
         found = self.sharing.join(self.state, row) if self.joins and self.sharing is not None else None
         if found is None:
@@ -468,12 +473,12 @@ class _Pass:
             if decision.undone is not None:
                 self.txn.put(self.state.undone, decision.undone, None)
 
-    def _resize(self, changes: dict[JobId, tuple[Held, ...]]) -> None:
+    def _resize(self, changes: dict[JobId, Allocations]) -> None:
         for job, held in changes.items():
             self.state.resize(self.txn, job, held)
             self.decisions.append(Resize(job=job, held=held))
 
-    def _fit(self, key: LineKey, row: JobRow, around: Sequence[Reservation] = ()) -> tuple[Held, ...] | None:
+    def _fit(self, key: LineKey, row: JobRow, around: Sequence[BackfillReservation] = ()) -> Allocations | None:
         """Where the job fits out of the way of these reservations. Equal requests share the answer.
 
         A place is good until a job starts; that there is none holds for the pass, in which nothing comes back.
@@ -501,7 +506,7 @@ class _Pass:
         victims = profile.victims if self.sets < profile.victim_sets_max else None
         tried = (key, "stopping", len(stopping))
         claims = bool(stopping) and profile.starts and tried not in self.fits
-        claims = claims and self.claims.given_back(stopping) >= row.ask.shape.gpu_milli
+        claims = claims and self.tentative.given_back(stopping) >= row.ask.shape.gpu_milli
         if victims is not profile.victims:
             self.wake.append(self.now)
         if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
@@ -509,7 +514,7 @@ class _Pass:
         if not claims and victims is None:
             return None
         with self.txn.trial():
-            self.claims.let_go(stopping)
+            self.tentative.release_all(stopping)
             held = profile.placer.place(self.state, self.txn, row) if claims else None
             if claims and held is None and profile.block == "reserve":
                 self.fits[tried] = (0, None)
@@ -522,7 +527,7 @@ class _Pass:
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
-            fold(self.state, self.txn, JobStopping(job=victim.job), self.now)
+            fold(self.state, self.txn, StopRequested(job=victim.job), self.now)
             self.decisions.append(
                 Preempt(
                     job=victim.job,
@@ -536,11 +541,11 @@ class _Pass:
         self.sets += 1
         stopping = sorted(self.state.stopping)
         with self.txn.trial():
-            self.claims.let_go(stopping)
+            self.tentative.release_all(stopping)
             held = profile.placer.place(self.state, self.txn, row)
         wait = None if held is None else self._claim(row, stopping, held)
         for victim in chosen:
-            self.claims.keep(victim.to)
+            self.tentative.keep(victim.to)
         return wait
 
     def _would_start(self, row: JobRow, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
@@ -555,11 +560,11 @@ class _Pass:
             for job in (*stopping, *(one for victim in chosen for one in self.state.whole(victim.job))):
                 is_part = self.state.jobs[job].ask.part_of is not None  # which is asked for anew, if it is at all
                 fold(self.state, self.txn, JobGone(job=job) if is_part else JobReleased(job=job), self.now)
-            self.claims.let_go([])
+            self.tentative.release_all([])
             for victim in chosen:
                 if victim.to and victim.job in self.state.jobs:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
-            for job in self.claims.jobs:
+            for job in self.tentative.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
             profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
@@ -567,15 +572,15 @@ class _Pass:
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 
-    def _claim(self, row: JobRow, stopping: list[JobId], held: tuple[Held, ...]) -> Wait:
+    def _claim(self, row: JobRow, stopping: list[JobId], held: Allocations) -> Wait:
         """Keep others off what the job will use once these jobs have let go."""
         self.state.charge(self.txn, row, 1)
         for book in self.state.books:
-            book.claim(self.txn, self.state, row)
-        self.claims.keep(held)
-        self.claims.jobs.append(row.ask.id)
+            book.reserve(self.txn, self.state, row)
+        self.tentative.keep(held)
+        self.tentative.jobs.append(row.ask.id)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
-        return awaits(self.state, stopping, nodes)
+        return waits_for_preemption(self.state, stopping, nodes)
 
     # -- gates -------------------------------------------------------------------------------------------------------
 

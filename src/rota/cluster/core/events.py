@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rota.cluster.core.jobs import Held, JobAsk, JobRow, Wait
+from rota.cluster.core.jobs import Allocations, JobAsk, JobRow, Wait
 from rota.cluster.core.state import State, Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.resources import Health
@@ -22,7 +22,7 @@ class JobHolds:
     """A job was given these devices."""
 
     job: JobId
-    held: tuple[Held, ...]
+    held: Allocations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class JobResized:
     """A running job has these devices now, at least those that it asked for."""
 
     job: JobId
-    held: tuple[Held, ...]
+    held: Allocations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class PairUndone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStopping:
+class StopRequested:
     """A job was asked for all its devices, or for those of a part of it; it holds them until it lets go."""
 
     job: JobId
@@ -118,7 +118,7 @@ Event = (
     | JobResized
     | JobMeasured
     | PairUndone
-    | JobStopping
+    | StopRequested
     | JobReleased
     | JobSaved
     | JobPaused
@@ -155,7 +155,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.put(txn, replace(row, rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
-        case JobStopping(job=job) if row is not None and row.held:
+        case StopRequested(job=job) if row is not None and row.held:
             for one in state.whole(job):
                 state.put(txn, replace(state.jobs[one], phase="stopping"))
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:

@@ -13,7 +13,7 @@ from rota.cluster.core.cycle import decide, place_in_order
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, JobRow, Shape, Wait
 from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn
-from rota.cluster.core.state import Memory, State
+from rota.cluster.core.state import State, VerdictCache
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health
@@ -69,7 +69,7 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
 
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
-    memory, state.memory = state.memory, Memory()  # of others a trial knows that they do not fit, not why
+    memory, state.memory = state.memory, VerdictCache()  # of others a trial knows that they do not fit, not why
     try:
         with without_refused(state):
             wait, preempts = _tried(state, profile, ask, now)
@@ -173,7 +173,7 @@ def _bounded(test: Callable[[Shape], bool]) -> Callable[[Shape], bool]:
 
 def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
     """The lowest higher priority that starts the job now, or has others give way for it."""
-    ahead = {row.ask.priority for row in state.waiting()}
+    ahead = {row.ask.priority for row in state.waiting_jobs()}
     ahead |= {priority for (queue, priority), jobs in state.running.items() if jobs and queue == ask.queue}
     for priority in sorted(one + 1 for one in ahead if one >= ask.priority)[:CHANGES_MAX]:
         wait, stopped = _tried(state, profile, replace(ask, priority=priority), now)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import decide
-from rota.cluster.core.jobs import Held, Wait
+from rota.cluster.core.jobs import Allocation, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, WaitOn
 from rota.cluster.core.state import InvariantBroken, State, Txn
 from rota.spec.ids import JobId
@@ -54,7 +54,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
 def without_refused(state: State) -> Generator[None]:
     """Jobs whose reason is that a bug keeps them from starting are not tried meanwhile."""
     with state.txn() as txn:
-        for row in state.waiting():
+        for row in state.waiting_jobs():
             if row.has_reason(Reason.INTERNAL):
                 state.put(txn, replace(row, phase="paused"))
         yield
@@ -83,7 +83,7 @@ def refusals(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
     return found
 
 
-def _not_free(state: State, txn: Txn, slot: Held) -> str:
+def _not_free(state: State, txn: Txn, slot: Allocation) -> str:
     """Take a slot; what of it was not there to be given."""
     node = state.nodes[slot.node].id
     sick = [d for d in slot.devices if state.dev_health[d] or int(state.dev_node[d]) != slot.node]

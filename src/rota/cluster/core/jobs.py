@@ -72,9 +72,9 @@ class Shape:
         return None if self.close in ((), self.tied) else replace(self, tied=self.close, close=())
 
     @cached_property
-    def joined(self) -> Joined:
+    def joined(self) -> JoinedShape:
         """The same with each tied group as one slot, which is on one node by itself."""
-        return Joined(self)
+        return JoinedShape(self)
 
     @cached_property
     def _value(self) -> tuple[object, ...]:
@@ -97,7 +97,7 @@ class Shape:
         return self.names[slot][2] if self.names else f"bundle {slot}"
 
 
-class Joined:
+class JoinedShape:
     """A shape with each tied group as one slot, and the slots of the given shape that each of its slots has.
 
     A group of which a slot is a share of a device, is of another type than the rest, or has a rule about places inside
@@ -236,7 +236,7 @@ Phase = Literal["queued", "running", "stopping", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Allocation:
     """What one slot holds: node row, device rows, thousandths if the device is shared, cores, memory."""
 
     node: int
@@ -244,6 +244,10 @@ class Held:
     milli: int
     cpu_milli: int
     mem: int
+
+
+Allocations = tuple[Allocation, ...]
+"""What the slots of a job hold, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +265,7 @@ class JobRow:
 
     ask: JobAsk
     phase: Phase = "queued"
-    held: tuple[Held, ...] = ()
+    held: Allocations = ()
     attempt: int = 0
     started_at: float = 0.0
     saved_at: float = 0.0
@@ -329,6 +333,6 @@ def place_key(key: LineKey) -> LineKey:
     return key._replace(queue="", priority=min(key.priority, 0), user="", after=0.0, preemptible=True)
 
 
-def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Held:
+def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Allocation:
     """What a slot holds once it lies on these devices of this node."""
-    return Held(node, devices, slot.milli, slot.cpu_milli, slot.mem)
+    return Allocation(node, devices, slot.milli, slot.cpu_milli, slot.mem)

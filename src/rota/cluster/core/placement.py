@@ -10,7 +10,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.jobs import Held, Shape, Slot, asked
+from rota.cluster.core.jobs import Allocation, Allocations, Shape, Slot, asked
 from rota.cluster.core.state import State, Txn
 from rota.spec.gang import CellLevel
 
@@ -64,8 +64,8 @@ def place(
     prefer: Preference = best_fit,
     allowed: Mask | None = None,
     close: bool = True,
-    placed: Mapping[int, Held] | None = None,
-) -> tuple[Held, ...] | None:
+    placed: Mapping[int, Allocation] | None = None,
+) -> Allocations | None:
     """Find a slot holding for every slot of the shape at once, or None; the state is as before either way.
 
     With ``close`` one enclosing cell is tried first (fewest free devices), then the whole cluster. Deterministic.
@@ -100,9 +100,9 @@ def place(
     return _search(state, txn, shape, prefer, mask, {})
 
 
-def parted(shape: Shape, found: Sequence[Held]) -> tuple[Held, ...]:
+def parted(shape: Shape, found: Sequence[Allocation]) -> Allocations:
     """What the slots of ``shape.joined`` hold, as holdings of the slots of the shape."""
-    parts: dict[int, Held] = {}
+    parts: dict[int, Allocation] = {}
     for group, held in zip(shape.joined.groups, found, strict=True):
         devices = list(held.devices)
         for i in group:
@@ -125,12 +125,12 @@ def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
 
 
 def _search(
-    state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask, placed: Mapping[int, Held]
-) -> tuple[Held, ...] | None:
+    state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask, placed: Mapping[int, Allocation]
+) -> Allocations | None:
     found = None
     for exact in (False, True) if len(shape.slots) > 1 else (False,):
         with txn.trial():
-            found = found or _Search(state, txn, shape, prefer, mask, exact=exact).run(placed)
+            found = found or _SlotSearch(state, txn, shape, prefer, mask, exact=exact).run(placed)
     return found
 
 
@@ -156,12 +156,12 @@ def enough(room: Rows, count: int) -> bool:
     return len(nodes) >= count or int(room[nodes].sum()) >= count
 
 
-def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> tuple[Held, ...] | None:
+def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> Allocations | None:
     """Equal slots one by one; ``room`` has per node how many fit, and is used up."""
     slot, count = shape.slots[0], len(shape.slots)
     if not enough(room, count):
         return None
-    found: list[Held] = []
+    found: list[Allocation] = []
     with txn.trial():
         while len(found) < count:
             nodes = room.nonzero()[0].astype(np.int32)
@@ -174,7 +174,7 @@ def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, roo
     return tuple(found)
 
 
-def _in_cell_order(state: State, found: Sequence[Held]) -> tuple[Held, ...]:
+def _in_cell_order(state: State, found: Sequence[Allocation]) -> Allocations:
     return tuple(sorted(found, key=lambda held: (int(state.domain[held.node]), held.node, held.devices)))
 
 
@@ -208,11 +208,11 @@ def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, .
 class _Spot:
     """Where a slot could lie, and the cells that count for constraints."""
 
-    held: Held
+    held: Allocation
     cells: dict[CellLevel, tuple[int, ...]]
 
 
-class _Search:
+class _SlotSearch:
     """Depth-first over slots, biggest and most bound first. ``exact`` goes back on failure; else the first way only."""
 
     def __init__(self, state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask, *, exact: bool) -> None:
@@ -240,7 +240,7 @@ class _Search:
         group = sum(self.shape.slots[j].gpus for members, _ in self.together[i] for j in members)
         return (-group, -slot.gpus, -slot.milli, -slot.cpu_milli, -slot.mem, i)
 
-    def run(self, placed: Mapping[int, Held]) -> tuple[Held, ...] | None:
+    def run(self, placed: Mapping[int, Allocation]) -> Allocations | None:
         """The holdings in slot order, or None. Leaves its trial writes to the caller's scope."""
         for i, held in placed.items():
             spot = self._spot(held)
@@ -281,7 +281,7 @@ class _Search:
     def _choices(self, i: int, floor: int) -> Iterator[_Spot]:
         """Allowed spots, preferred nodes first; of nodes that are alike in everything only the first."""
         slot, state = self.shape.slots[i], self.state
-        nodes = np.flatnonzero(self._fitting(i)).astype(np.int32)
+        nodes = np.flatnonzero(self._candidate_nodes(i)).astype(np.int32)
         nodes = nodes[nodes >= floor]
         seen: set[object] = set()
         touched = {spot.held.node for spot in self.spots.values()}
@@ -311,7 +311,7 @@ class _Search:
         )
         return (int(state.cpu[node]), int(state.mem[node]), int(state.domain[node]), devices)
 
-    def _fitting(self, i: int) -> Mask:
+    def _candidate_nodes(self, i: int) -> Mask:
         slot, state = self.shape.slots[i], self.state
         mask = self.mask & (state.cpu >= slot.cpu_milli) & (state.mem >= slot.mem)
         if slot.gpus:
@@ -333,7 +333,7 @@ class _Search:
         totals = np.bincount(cells, weights=free, minlength=int(cells.max(initial=0)) + 1)
         return totals[cells] >= wanted
 
-    def _spot(self, held: Held) -> _Spot:
+    def _spot(self, held: Allocation) -> _Spot:
         state = self.state
         sockets = tuple(sorted({int(state.dev_socket[d]) for d in held.devices}))
         return _Spot(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 
-from rota.cluster.core.jobs import Held, JobRow, LineKey, Shape, Slot, line_key, place_key
+from rota.cluster.core.jobs import Allocation, Allocations, JobRow, LineKey, Shape, Slot, line_key, place_key
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.profile import Placer, Victim
 from rota.cluster.core.state import State, Txn
@@ -62,9 +62,7 @@ def choose_victims(
     return tuple(Victim(job=job, reason=reasons[job], lost_gpu_s=cost[job]) for job in chosen)
 
 
-def _place_without(
-    state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]
-) -> tuple[Held, ...] | None:
+def _place_without(state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]) -> Allocations | None:
     if state.parts:
         jobs = list(dict.fromkeys(one for job in jobs for one in state.whole(job)))
     with txn.trial():
@@ -96,7 +94,7 @@ def _nodes_of(state: State, job: JobId) -> list[int]:
 
 def _least_prefix(
     state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
-) -> tuple[int, tuple[Held, ...]] | None:
+) -> tuple[int, Allocations] | None:
     """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
     low = high = Rooms(state, row.ask.shape).too_few(order) + 1
     if high > len(order):
@@ -193,8 +191,8 @@ def refit(
     row: JobRow,
     placer: Placer,
     taken: Sequence[JobRow],
-    again: Callable[[JobRow], tuple[Held, ...] | None],
-) -> tuple[tuple[Held, ...], dict[JobId, tuple[Held, ...]]] | None:
+    again: Callable[[JobRow], Allocations | None],
+) -> tuple[Allocations, dict[JobId, Allocations]] | None:
     """In a trial: the place of the job with the taken released, and where ``again`` then puts each of those.
 
     None if the job has no place even so. The state is left with all of them at their places.
@@ -205,7 +203,7 @@ def refit(
     if held is None:
         return None
     take_all(state, txn, held)
-    places: dict[JobId, tuple[Held, ...]] = {}
+    places: dict[JobId, Allocations] = {}
     for other in taken:
         to = again(other)
         if to is not None:
@@ -216,10 +214,10 @@ def refit(
 
 def _refit(
     state: State, txn: Txn, row: JobRow, placer: Placer, taken: Sequence[JobRow]
-) -> dict[JobId, tuple[Held, ...]] | None:
+) -> dict[JobId, Allocations] | None:
     """Where each of the taken would lie again, where it was if possible; None if the job has no place."""
 
-    def again(other: JobRow) -> tuple[Held, ...] | None:
+    def again(other: JobRow) -> Allocations | None:
         return other.held if _is_free(state, other.held) else placer.place(state, txn, other)
 
     with txn.trial():
@@ -227,17 +225,17 @@ def _refit(
     return None if found is None else found[1]
 
 
-def _nodes(held: Sequence[Held]) -> list[int]:
+def _nodes(held: Sequence[Allocation]) -> list[int]:
     return [slot.node for slot in held]
 
 
-def take_all(state: State, txn: Txn, held: Sequence[Held], sign: int = 1) -> None:
+def take_all(state: State, txn: Txn, held: Sequence[Allocation], sign: int = 1) -> None:
     """Take every slot, or with ``sign`` -1 give it back."""
     for slot in held:
         state.take(txn, slot, sign)
 
 
-def _is_free(state: State, held: Sequence[Held]) -> bool:
+def _is_free(state: State, held: Sequence[Allocation]) -> bool:
     return all(
         int(state.cpu[slot.node]) >= slot.cpu_milli
         and int(state.mem[slot.node]) >= slot.mem
@@ -250,15 +248,15 @@ def _is_free(state: State, held: Sequence[Held]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
+class BackfillReservation:
     """From ``at`` on these slots are kept for a job that could not start when its turn came."""
 
     job: JobId
     at: float
-    held: tuple[Held, ...]
+    held: Allocations
 
 
-def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> Reservation | None:
+def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> BackfillReservation | None:
     """When the job fits, if running jobs end as estimated, and where; None if the estimates do not say it.
 
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
@@ -266,7 +264,7 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
     ends = state.ends
     low, high = Rooms(state, row.ask.shape).too_few(job for _, job in ends) + 1, len(ends)
     middle = low
-    best: tuple[float, tuple[Held, ...]] | None = None
+    best: tuple[float, Allocations] | None = None
     while low <= high:
         with txn.trial():
             state.lift(txn, (job for _, job in ends[:middle]))
@@ -276,10 +274,10 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
         else:
             best, high = (max(now, ends[middle - 1][0]), held), middle - 1
         middle = (low + high) // 2
-    return None if best is None else Reservation(job=row.ask.id, at=best[0], held=best[1])
+    return None if best is None else BackfillReservation(job=row.ask.id, at=best[0], held=best[1])
 
 
-class Reservations:
+class BackfillReservations:
     """Those of one pass: the first blocked job of a queue gets the earliest time at which it fits.
 
     That takes long to find, so it is put off until another job fits and might be in the way; others may run until then.
@@ -288,7 +286,7 @@ class Reservations:
     def __init__(self, state: State, txn: Txn, placer: Placer, now: float) -> None:
         self._state, self._txn, self._placer, self._now = state, txn, placer, now
         self._first: dict[str, JobRow | None] = {}
-        self._made: list[Reservation] = []
+        self._made: list[BackfillReservation] = []
 
     def owe(self, row: JobRow) -> None:
         """The job was blocked when its turn came; of its queue only the first one counts."""
@@ -296,7 +294,7 @@ class Reservations:
 
     def make(self, aside: Callable[[JobRow], AbstractContextManager[object]]) -> list[JobRow]:
         """Find the times that are owed, each with what the job may not use ``aside``; who has none is returned."""
-        found: dict[LineKey, Reservation | None] = {}
+        found: dict[LineKey, BackfillReservation | None] = {}
         unknown: list[JobRow] = []
         for queue, row in self._first.items():
             if row is not None:
@@ -311,7 +309,7 @@ class Reservations:
                     unknown.append(row)
         return unknown
 
-    def outlived_by(self, row: JobRow) -> list[Reservation]:
+    def outlived_by(self, row: JobRow) -> list[BackfillReservation]:
         """Those in the time of which the job would still run if it started now, or might."""
         return [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
 
@@ -340,7 +338,7 @@ class Rooms:
                 return count
         return count + 1
 
-    def _more(self, nodes: dict[int, _Room], held: Held) -> int:
+    def _more(self, nodes: dict[int, _Room], held: Allocation) -> int:
         if self._slot is None:
             return len(held.devices) * 1000
         room = nodes.get(held.node)
@@ -358,7 +356,7 @@ class _Room:
         self._cpu, self._mem = int(state.cpu[node]), int(state.mem[node])
         self._count = self._fit(state)
 
-    def more(self, state: State, held: Held) -> int:
+    def more(self, state: State, held: Allocation) -> int:
         """How many more slots fit once this is given back; a share of a device counts as the whole."""
         for device in held.devices:
             self._free[int(state.dev_type[device])] += 1
@@ -378,7 +376,7 @@ class _Room:
 # -- tentative --
 
 
-class Claims:
+class TentativeAllocations:
     """The holdings that claimants will get; what is free of them is taken for the rest of the pass.
 
     ``jobs`` are the claimants, oldest claim first.
@@ -386,7 +384,7 @@ class Claims:
 
     def __init__(self, state: State, txn: Txn) -> None:
         self._state, self._txn = state, txn
-        self._claims: list[tuple[Held, Held]] = []
+        self._claims: list[tuple[Allocation, Allocation]] = []
         self._back: tuple[tuple[int, int, int], int] = ((-1, 0, 0), 0)
         self.jobs: list[JobId] = []
 
@@ -405,7 +403,7 @@ class Claims:
         owed = sum(_milli(claim) - _milli(part) for claim, part in self._claims)
         return int(self._state.dev_milli.sum()) + back - owed
 
-    def let_go(self, stopping: Iterable[JobId]) -> None:
+    def release_all(self, stopping: Iterable[JobId]) -> None:
         """In a trial: the state as it will be once these jobs have let go, less what is claimed of it."""
         for job in stopping:
             self._state.release(self._txn, job)
@@ -413,22 +411,22 @@ class Claims:
             self._state.take(self._txn, part, -1)
             self._state.take(self._txn, claim, 1)
 
-    def keep(self, held: Iterable[Held]) -> None:
+    def keep(self, held: Iterable[Allocation]) -> None:
         """Claim a holding."""
         for slot in held:
             self._claims.append((slot, take_what_is_free(self._state, self._txn, slot)))
 
 
-def take_what_is_free(state: State, txn: Txn, slot: Held) -> Held:
+def take_what_is_free(state: State, txn: Txn, slot: Allocation) -> Allocation:
     """Take what is free of a slot, and say what that was."""
     need = slot.milli or 1000
     devices = tuple(d for d in slot.devices if int(state.dev_milli[d]) >= need)
     cpu = min(slot.cpu_milli, int(state.cpu[slot.node]))
     mem = min(slot.mem, int(state.mem[slot.node]))
-    part = Held(slot.node, devices, slot.milli, cpu, mem)
+    part = Allocation(slot.node, devices, slot.milli, cpu, mem)
     state.take(txn, part, 1)
     return part
 
 
-def _milli(slot: Held) -> int:
+def _milli(slot: Allocation) -> int:
     return len(slot.devices) * (slot.milli or 1000)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rota.cluster.core.jobs import Held, JobRow, Wait
+from rota.cluster.core.jobs import Allocations, JobRow, Wait
 from rota.cluster.core.state import State, Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -17,7 +17,7 @@ class Admit:
     """Start a job on exactly these devices. ``why`` has the numbers behind the choice."""
 
     job: JobId
-    held: tuple[Held, ...]
+    held: Allocations
     why: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -30,7 +30,7 @@ class Preempt:
     reason: Reason
     grace_s: float
     lost_gpu_s: float = 0.0
-    to: tuple[Held, ...] = ()
+    to: Allocations = ()
     undone: tuple[str, str] | None = None
     """Kinds of jobs that are not to share devices again, as they did not gain by it."""
 
@@ -40,7 +40,7 @@ class Resize:
     """Let a running job use these slots from now on, without a stop: its own, and idle ones that no job waits for."""
 
     job: JobId
-    held: tuple[Held, ...]
+    held: Allocations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class WakeAt:
 Decision = Admit | Preempt | Resize | WaitOn | WakeAt
 
 
-class Order(Protocol):
+class QueueOrder(Protocol):
     """In which order waiting jobs are tried; the lowest rank first, equal ranks by queue time and id.
 
     A rank may depend on what is used now, and may only rise when another job starts. Inside a line of equal jobs the
@@ -90,7 +90,7 @@ class Division(Protocol):
 class Placer(Protocol):
     """Where a job goes."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         """A holding for every slot, or None; the state is as before either way."""
         ...
 
@@ -102,7 +102,7 @@ class Victim:
     job: JobId
     reason: Reason
     lost_gpu_s: float
-    to: tuple[Held, ...] = ()
+    to: Allocations = ()
 
 
 class Victims(Protocol):
@@ -116,7 +116,7 @@ class Victims(Protocol):
         ...
 
 
-class Sharing(Protocol):
+class SharedDevices(Protocol):
     """Devices that running jobs share, or are lent while no job waits for them."""
 
     def has_pairs(self, state: State) -> bool:
@@ -127,15 +127,15 @@ class Sharing(Protocol):
         """Who gets its devices whole again, and who is stopped because sharing them does not pay."""
         ...
 
-    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, Allocations]:
         """What jobs keep that give lent slots back so that a waiting one fits; empty if it would not fit."""
         ...
 
-    def join(self, state: State, row: JobRow) -> tuple[JobId, tuple[Held, ...], tuple[Held, ...]] | None:
+    def join(self, state: State, row: JobRow) -> tuple[JobId, Allocations, Allocations] | None:
         """A running job with which a waiting one can share all devices, and what both hold then."""
         ...
 
-    def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+    def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, Allocations]:
         """What jobs hold that get idle devices."""
         ...
 
@@ -145,7 +145,7 @@ class Profile:
     """One plug-in of each kind. ``block`` says what the first job that does not fit holds up behind it."""
 
     name: str
-    order: Order
+    order: QueueOrder
     division: Division
     placer: Placer
     victims: Victims | None = None
@@ -169,7 +169,7 @@ class Profile:
     """Called before every pass, for policies that keep books of their own."""
     round_s: float = 0.0
     """With it a pass is made at every multiple as long as jobs wait beside running ones."""
-    sharing: Sharing | None = None
+    sharing: SharedDevices | None = None
     """In simulations alone: the runtime gives a device to one job, and a running job asks for more by itself."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""

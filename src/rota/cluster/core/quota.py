@@ -20,7 +20,7 @@ Amounts = Mapping[str, Fraction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Borrowing:
+class BorrowedShare:
     """How much a queue borrows: thousandths of what the cohort can lend of its dominant resource, over its weight."""
 
     resource: str | None
@@ -28,7 +28,9 @@ class Borrowing:
     borrowing: bool
 
 
-def borrowing_share(nominal: Amounts, lendable: Amounts, used: Amounts, weight: Fraction = Fraction(1)) -> Borrowing:
+def borrowing_share(
+    nominal: Amounts, lendable: Amounts, used: Amounts, weight: Fraction = Fraction(1)
+) -> BorrowedShare:
     """``max_r max(0, used - nominal) * 1000 / lendable_r / weight``, rounded up: borrowing never looks like none.
 
     Resources of which nothing can be lent do not count; ties go to the first name. Source: Kueue, fair sharing.
@@ -37,17 +39,17 @@ def borrowing_share(nominal: Amounts, lendable: Amounts, used: Amounts, weight: 
     over = {r: used[r] - nominal.get(r, zero) for r in sorted(used) if used[r] > nominal.get(r, zero)}
     parts = {r: amount * 1000 / lendable[r] for r, amount in over.items() if lendable.get(r, 0) > 0}
     if not parts:
-        return Borrowing(resource=None, share_permille=0, borrowing=bool(over))
+        return BorrowedShare(resource=None, share_permille=0, borrowing=bool(over))
     resource = max(parts, key=lambda r: parts[r])
     share = math.ceil(parts[resource] / weight) if weight > 0 else 2**63 - 1
-    return Borrowing(resource=resource, share_permille=share, borrowing=True)
+    return BorrowedShare(resource=resource, share_permille=share, borrowing=True)
 
 
 # -- fair share by guarantee, priority, weight (KAI) --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ShareRequest:
     """What a queue deserves, asks, may have at most (None: no limit), and how it competes for what is left over."""
 
     deserved: Fraction | None
@@ -58,7 +60,7 @@ class Claim:
 
 
 def fair_shares(
-    total: Fraction, claims: Mapping[str, Claim], unit: Fraction | None = None
+    total: Fraction, claims: Mapping[str, ShareRequest], unit: Fraction | None = None
 ) -> tuple[dict[str, Fraction], Fraction]:
     """Fair share of each queue, and what is left over.
 
@@ -124,7 +126,7 @@ def _remainders(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueUse:
+class QueueDemand:
     """One queue of a tree in one resource. ``reserved`` counts as used by its owner but asks for nothing."""
 
     name: str
@@ -153,7 +155,7 @@ class ReclaimRules:
 
 @dataclass(slots=True)
 class _Node:
-    queue: QueueUse
+    queue: QueueDemand
     used: Fraction
     pending: Fraction
     children: list[_Node] = field(default_factory=list["_Node"])
@@ -164,7 +166,7 @@ class _Node:
     excess: Fraction = Fraction(0)
 
 
-def reclaim(queues: Sequence[QueueUse], rules: ReclaimRules) -> dict[str, Fraction]:
+def reclaim(queues: Sequence[QueueDemand], rules: ReclaimRules) -> dict[str, Fraction]:
     """How much every leaf should give back now; leaves that give nothing are left out.
 
     Per level, every queue starts at what it uses of its guarantee, plus untouchable excess. The remainder
@@ -186,7 +188,7 @@ def reclaim(queues: Sequence[QueueUse], rules: ReclaimRules) -> dict[str, Fracti
     return given
 
 
-def _tree(queues: Sequence[QueueUse]) -> _Node:
+def _tree(queues: Sequence[QueueDemand]) -> _Node:
     nodes = {q.name: _Node(q, q.used + q.reserved, q.pending) for q in queues}
     root = next(node for node in nodes.values() if node.queue.parent is None)
     for node in nodes.values():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Cells, OverLimit, QueueTree, Vector, forest_of, in_cell_order
-from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Shape, line_key
+from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, JobRow, LineKey, Shape, line_key
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
@@ -125,7 +125,7 @@ VERDICTS_MAX = 50_000
 """Forgotten then, all at once: each is reached again when its line is tried."""
 
 
-class Memory:
+class VerdictCache:
     """Verdicts of "no" that hold as long as nothing was given back since they were reached.
 
     For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
@@ -207,7 +207,7 @@ class Book(Protocol):
         """A job gave ``row.held`` back."""
         ...
 
-    def claim(self, txn: Txn, state: State, row: JobRow) -> None:
+    def reserve(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job waits for devices that others are giving back: no other job may be promised them."""
         ...
 
@@ -265,7 +265,7 @@ class State:
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
         self.books: list[Book] = []
-        self.memory = Memory()
+        self.memory = VerdictCache()
         self.version = 0
         self.marks = 0
         self.open_txn: Txn | None = None
@@ -432,7 +432,7 @@ class State:
         if not line:
             del self.lines[key]
 
-    def hold(self, txn: Txn, job: JobId, held: tuple[Held, ...], *, now: float) -> None:
+    def hold(self, txn: Txn, job: JobId, held: Allocations, *, now: float) -> None:
         """Give a job its slots and start it."""
         row = self.jobs[job]
         for slot in held:
@@ -490,7 +490,7 @@ class State:
             for row in rows:
                 book.release(txn, self, row)
 
-    def resize(self, txn: Txn, job: JobId, held: tuple[Held, ...]) -> None:
+    def resize(self, txn: Txn, job: JobId, held: Allocations) -> None:
         """A running job has these slots from now on, more than it asked for; its queue is charged what it asked."""
         row = self.jobs[job]
         for slot in row.held:
@@ -508,7 +508,7 @@ class State:
         self._index(txn, job, row, None)
         txn.drop(self.jobs, job)
 
-    def take(self, txn: Txn, held: Held, sign: int) -> None:
+    def take(self, txn: Txn, held: Allocation, sign: int) -> None:
         """Take (sign 1) or give back (sign -1) one slot; never more than there is."""
         if held.cpu_milli:
             txn.add(self.cpu, held.node, -sign * held.cpu_milli)
@@ -539,7 +539,7 @@ class State:
         """The first limit that a shape would pass: of the queue or one above it, then of the user there."""
         return self.queues.over_limit(self.used, self.used_by, queue, user, self.queues.need(shape))
 
-    def waiting(self) -> list[JobRow]:
+    def waiting_jobs(self) -> list[JobRow]:
         """Jobs that wait for devices, in no order."""
         return [row for row in self.jobs.values() if row.phase == "queued"]
 
@@ -560,11 +560,11 @@ class State:
             return [job]
         return [job, *(part for part in sorted(self.parts[job]) if self.jobs[part].held)]
 
-    def holding(self) -> list[JobRow]:
+    def holders(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
 
-    def level_of(self, held: Sequence[Held]) -> str:
+    def level_of(self, held: Sequence[Allocation]) -> str:
         """The smallest level that encloses a holding: device, node, rack or cluster."""
         nodes = {slot.node for slot in held}
         if len(nodes) == 1:
@@ -586,7 +586,7 @@ class State:
         new.parts = {job: dict(parts) for job, parts in self.parts.items()}
         new.used_by = dict(self.used_by)
         new.undone, new.data = dict(self.undone), dict(self.data)
-        new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
+        new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], VerdictCache(), None
         return new
 
     def with_cluster(self, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
@@ -614,12 +614,12 @@ class State:
             self.charge(txn, row, 1)
             self.put(txn, replace(row, held=held))
 
-    def _moved(self, old: State, held: Held) -> Held | None:
+    def _moved(self, old: State, held: Allocation) -> Allocation | None:
         node = self.node_row.get(old.nodes[held.node].id)
         if node is None:
             return None
         devices = self.device_rows(node, [int(old.dev_index[d]) for d in held.devices])
-        return Held(node, devices, held.milli, held.cpu_milli, held.mem)
+        return Allocation(node, devices, held.milli, held.cpu_milli, held.mem)
 
 
 def _end_of(row: JobRow | None) -> tuple[float, JobId] | None:

@@ -6,33 +6,27 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rota.cluster.core.profile import Profile
-from rota.cluster.policies.basic import RandomFit, fifo, las, pool, pool_spread, private, random, srtf
-from rota.cluster.policies.default import default
-from rota.cluster.policies.fair_share import drf, kueue, yarn
-from rota.cluster.policies.fgd import bestfit, fgd
-from rota.cluster.policies.gandiva import gandiva, gandiva_pack
-from rota.cluster.policies.hived import hived
-from rota.cluster.policies.kai import kai
+from rota.cluster.policies import basic, default, fair_share, fgd, gandiva, hived, kai
 from rota.spec.errors import unknown
 
 PROFILES: dict[str, Callable[[], Profile]] = {
-    "default": default,
-    "fifo": fifo,
-    "hived": hived,
-    "yarn": yarn,
-    "kai": kai,
-    "kueue": kueue,
-    "drf": drf,
-    "las": las,
-    "srtf": srtf,
-    "fgd": fgd,
-    "bestfit": bestfit,
-    "random": random,
-    "gandiva": gandiva,
-    "gandiva-pack": gandiva_pack,
-    "private": private,
-    "pool": pool,
-    "pool-spread": pool_spread,
+    "default": default.default,
+    "fifo": basic.fifo,
+    "hived": hived.hived,
+    "yarn": fair_share.yarn,
+    "kai": kai.kai,
+    "kueue": fair_share.kueue,
+    "drf": fair_share.drf,
+    "las": basic.las,
+    "srtf": basic.srtf,
+    "fgd": fgd.fgd,
+    "bestfit": fgd.bestfit,
+    "random": basic.random,
+    "gandiva": gandiva.gandiva,
+    "gandiva-pack": gandiva.gandiva_pack,
+    "private": basic.private,
+    "pool": basic.pool,
+    "pool-spread": basic.pool_spread,
 }
 
 
@@ -41,4 +35,4 @@ def get_profile(name: str, *, seed: int = 0) -> Profile:
     if name not in PROFILES:
         raise unknown(f"there is no scheduling profile {name!r}", name, PROFILES, "profiles")
     made = PROFILES[name]()
-    return replace(made, placer=RandomFit(seed)) if isinstance(made.placer, RandomFit) else made
+    return replace(made, placer=basic.RandomFit(seed)) if isinstance(made.placer, basic.RandomFit) else made

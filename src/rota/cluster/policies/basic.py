@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.admission import amount, limit_reason
 from rota.cluster.core.capacity import GPU
-from rota.cluster.core.jobs import Held, JobRow, Wait
+from rota.cluster.core.jobs import Allocations, JobRow, Wait
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
 from rota.cluster.core.preemption import enough_of, lost_gpu_s
-from rota.cluster.core.profile import Order, Placer, Profile, Victim
+from rota.cluster.core.profile import Placer, Profile, QueueOrder, Victim
 from rota.cluster.core.state import State, Txn
 from rota.spec.reasons import Reason
 
@@ -63,7 +63,7 @@ class Fit:
     manner: Manner = "pack"
     close: bool = True
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         prefer = PREFERENCES[self.manner]
         if row.ask.data:
             prefer = near_data(prefer, state.holds_data(row.ask))
@@ -95,7 +95,7 @@ class RandomFit:
 
     seed: int = 0
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         job = mixed(np.array([self.seed % 2**64], dtype=np.uint64)) ^ np.uint64(crc32(row.ask.id.encode()))
         bundle = count()
 
@@ -139,7 +139,7 @@ class OwnNodes:
 
     manner: Manner = "pack"
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
         return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine, close=False)
 
@@ -192,7 +192,7 @@ class LeastService:
 class Outranked:
     """Running jobs that the order puts behind the one that asks, the last first; equals are left alone."""
 
-    order: Order
+    order: QueueOrder
 
     def _place(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
         """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""

@@ -23,11 +23,11 @@ class PriorityThenShare:
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        beyond, share = standing(state, row, now)
+        beyond, share = share_rank(state, row, now)
         return (beyond, -row.ask.priority, share)
 
 
-def standing(state: State, row: JobRow, now: float) -> tuple[bool, float]:
+def share_rank(state: State, row: JobRow, now: float) -> tuple[bool, float]:
     """Whether the queue of a job asks more devices than it is promised, and used over guaranteed devices.
 
     The first of its waiting jobs whose time has come speaks for all. A queue that is promised nothing has 1 plus used

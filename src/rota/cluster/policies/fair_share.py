@@ -12,10 +12,10 @@ from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED
 from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.profile import Placer, Profile, Victim
-from rota.cluster.core.quota import QueueUse, ReclaimRules, borrowing_share, reclaim
+from rota.cluster.core.quota import QueueDemand, ReclaimRules, borrowing_share, reclaim
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
-from rota.cluster.policies.default import LeastCost, standing, stops
+from rota.cluster.policies.default import LeastCost, share_rank, stops
 from rota.spec.reasons import Reason
 
 
@@ -87,7 +87,7 @@ class MostUnderServed:
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        return (*standing(state, row, now), -row.ask.priority)
+        return (*share_rank(state, row, now), -row.ask.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Proportional:
         return choose_victims(state, txn, row, placer, kept, now)
 
 
-def queue_uses(state: State) -> list[QueueUse]:
+def queue_uses(state: State) -> list[QueueDemand]:
     """The queue tree in thousandths of devices, under one root that is the cluster."""
     tree = state.queues
     pending = [0] * len(tree.rows)
@@ -130,11 +130,11 @@ def queue_uses(state: State) -> list[QueueUse]:
         if key.queue in tree.row:
             pending[tree.row[key.queue]] += key.shape.gpu_milli * len(line)
     total = Fraction(1000 * int((state.dev_health == 0).sum()))
-    uses = [QueueUse(name=ROOT, parent=None, guaranteed=total, limit=total, used=Fraction(0), pending=Fraction(0))]
+    uses = [QueueDemand(name=ROOT, parent=None, guaranteed=total, limit=total, used=Fraction(0), pending=Fraction(0))]
     for row, queue in enumerate(tree.rows):
         limit = int(tree.limit[row, GPU])
         uses.append(
-            QueueUse(
+            QueueDemand(
                 name=queue.path,
                 parent=queue.parent or ROOT,
                 guaranteed=Fraction(int(tree.guaranteed[row, GPU])),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.admission import hardest
-from rota.cluster.core.jobs import Held, JobRow, Slot
+from rota.cluster.core.jobs import Allocations, JobRow, Slot
 from rota.cluster.core.placement import place
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import State, Txn
@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Kind(NamedTuple):
+class TaskShape(NamedTuple):
     """What a task asks: thousandths of cores, how many devices, thousandths of each (1000: whole), allowed types."""
 
     cpu: int
@@ -44,10 +44,10 @@ class Mix:
     Fragmentation Gradient Descent (ATC'23), section 3.2.
     """
 
-    def __init__(self, tasks: Iterable[Kind]) -> None:
+    def __init__(self, tasks: Iterable[TaskShape]) -> None:
         counts = Counter(tasks)
         total, taken = counts.total(), 0
-        chosen: list[tuple[Kind, int]] = []
+        chosen: list[tuple[TaskShape, int]] = []
         for kind, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
             if taken >= MIX_SHARE * total:
                 break
@@ -101,7 +101,7 @@ class Board:
         self.kinds_on: list[set[tuple[int, int]]] = [set() for _ in cpu]
         self.log: list[int] = []
 
-    def able(self, kind: Kind, mem: int) -> Ints:
+    def able(self, kind: TaskShape, mem: int) -> Ints:
         """Rows of the nodes that can take the task now."""
         fits = (self.cpu >= kind.cpu) & (self.mem >= mem)
         if kind.devices:
@@ -110,7 +110,7 @@ class Board:
             fits &= np.isin(self.type, kind.types)
         return np.flatnonzero(fits)
 
-    def take(self, node: int, kind: Kind, mem: int, devices: Sequence[int]) -> None:
+    def take(self, node: int, kind: TaskShape, mem: int, devices: Sequence[int]) -> None:
         """Give a task these devices of a node, with its cores and memory."""
         self.cpu[node] -= kind.cpu
         self.mem[node] -= mem
@@ -130,9 +130,9 @@ class Gradient:
         self.allowed = mix.allowed(board.type)
         self.now = fragments(board.cpu, board.left, mix, self.allowed)
         self.upto = 0
-        self.known: dict[Kind, tuple[int, Floats, Ints]] = {}
+        self.known: dict[TaskShape, tuple[int, Floats, Ints]] = {}
 
-    def of(self, kind: Kind) -> tuple[Floats, Ints]:
+    def of(self, kind: TaskShape) -> tuple[Floats, Ints]:
         """Rise per node (infinite where no device has room) and the first best device, -1 for tasks of whole ones."""
         board = self.board
         end = len(board.log)
@@ -147,7 +147,7 @@ class Gradient:
         self.known[kind] = (end, rise, device)
         return rise, device
 
-    def _rise(self, kind: Kind, rows: Ints) -> tuple[Floats, Ints]:
+    def _rise(self, kind: TaskShape, rows: Ints) -> tuple[Floats, Ints]:
         board = self.board
         cpu = board.cpu[rows] - kind.cpu
         if kind.devices == 0 or kind.share == WHOLE:
@@ -176,24 +176,24 @@ class Gradient:
 
 Draw = Callable[[int], int]
 """A random number below the given one."""
-Scores = Callable[[Board, Kind, Ints], Floats]
+Scores = Callable[[Board, TaskShape, Ints], Floats]
 """How good each of these nodes is for a task; the highest is taken."""
 
 
-def _remaining(board: Board, kind: Kind, nodes: Ints) -> Floats:
+def _best_fit_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     """Best fit: the least that is left of cores and devices, each as part of the largest node."""
     cpu = (board.cpu[nodes] - kind.cpu) / board.capacity[0]
     gpu = (board.left[nodes].sum(axis=1) - kind.devices * kind.share) / board.capacity[1]
     return -(cpu + gpu)
 
 
-def _alignment(board: Board, kind: Kind, nodes: Ints) -> Floats:
+def _aligned_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     """The smallest product of what is free and what is asked."""
     cpu = board.cpu[nodes] * (kind.cpu / board.capacity[0] ** 2)
     return -(cpu + board.left[nodes].sum(axis=1) * (kind.devices * kind.share / board.capacity[1] ** 2))
 
 
-def _packing(board: Board, kind: Kind, nodes: Ints) -> Floats:
+def _packed_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     """Devices in use first, then idle ones of nodes in use, then idle nodes; the fullest of equal ones."""
     left = board.left[nodes]
     shared = ((left >= kind.share) & (left < WHOLE)).any(axis=1) & (0 < kind.share < WHOLE)
@@ -201,22 +201,22 @@ def _packing(board: Board, kind: Kind, nodes: Ints) -> Floats:
     return np.where(shared, 20.0, np.where(begun, 10.0, 0.0)) - left.sum(axis=1) / board.capacity[1]
 
 
-def _clustering(board: Board, kind: Kind, nodes: Ints) -> Floats:
+def _clustered_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     """Nodes that run tasks asking as much of devices first; the fullest of equal ones."""
     alike = np.array([(kind.devices, kind.share) in board.kinds_on[node] for node in nodes], dtype=np.float64)
     return 10 * alike - board.left[nodes].sum(axis=1) / board.capacity[1]
 
 
-def _anywhere(board: Board, kind: Kind, nodes: Ints) -> Floats:
+def _equal_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     return np.zeros(len(nodes))
 
 
 SCORES: dict[str, Scores] = {
-    "random": _anywhere,
-    "bestfit": _remaining,
-    "dotprod": _alignment,
-    "packing": _packing,
-    "clustering": _clustering,
+    "random": _equal_score,
+    "bestfit": _best_fit_score,
+    "dotprod": _aligned_score,
+    "packing": _packed_score,
+    "clustering": _clustered_score,
 }
 POLICIES = (*SCORES, "fgd")
 
@@ -228,7 +228,7 @@ class Chooser:
         self.policy, self.board, self.draw = policy, board, draw
         self.gradient = Gradient(board, mix) if policy == "fgd" else None
 
-    def choose(self, kind: Kind, mem: int) -> tuple[int, tuple[int, ...]] | None:
+    def choose(self, kind: TaskShape, mem: int) -> tuple[int, tuple[int, ...]] | None:
         """Node and devices, or None if no node has room now."""
         nodes = self.board.able(kind, mem)
         if not len(nodes):
@@ -246,7 +246,7 @@ class Chooser:
         best = nodes[scores == scores.max()]
         return int(best[self.draw(len(best)) if self.policy == "random" else 0])
 
-    def _devices(self, node: int, kind: Kind) -> tuple[int, ...]:
+    def _devices(self, node: int, kind: TaskShape) -> tuple[int, ...]:
         """The first idle devices; for a share the fullest that has room, or any under ``random``."""
         left = self.board.left[node]
         able = [g for g in range(len(left)) if int(left[g]) >= kind.share] if kind.devices else []
@@ -258,7 +258,7 @@ class Chooser:
 class LeastFragments:
     """Every bundle goes where the expected fragmentation, by the mix of jobs that are known, grows least."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         mix = Mix(_kind(state, slot) for other in state.jobs.values() for slot in other.ask.shape.slots)
         kind = _kind(state, hardest(row.ask.shape))
         width = int(np.diff(state.dev0).max(initial=1))
@@ -279,11 +279,11 @@ class LeastFragments:
         return place(state, txn, row.ask.shape, prefer=rise, close=False)
 
 
-def _kind(state: State, slot: Slot) -> Kind:
+def _kind(state: State, slot: Slot) -> TaskShape:
     types = tuple(state.type_rows(slot.type)) if slot.type else ()
     if slot.gpus:
-        return Kind(slot.cpu_milli, slot.gpus, WHOLE, types)
-    return Kind(slot.cpu_milli, int(slot.milli > 0), slot.milli, types)
+        return TaskShape(slot.cpu_milli, slot.gpus, WHOLE, types)
+    return TaskShape(slot.cpu_milli, int(slot.milli > 0), slot.milli, types)
 
 
 def fgd() -> Profile:
@@ -311,7 +311,7 @@ def left_over(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
 class LeastLeft:
     """Every bundle goes to the node that has least left; of equal nodes to the first."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         return place(state, txn, row.ask.shape, prefer=left_over, close=False)
 
 

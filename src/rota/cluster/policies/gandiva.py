@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.jobs import Held, JobRow
+from rota.cluster.core.jobs import Allocation, Allocations, JobRow
 from rota.cluster.core.placement import best_fit, place
 from rota.cluster.core.preemption import enough_of, refit, take_all
 from rota.cluster.core.profile import Placer, Preempt, Profile, Resize, Victim
@@ -45,7 +45,7 @@ class LongestWithout:
 class ByAffinity:
     """Nodes with jobs of the same size first, then empty ones, then others; the fullest of equal ones."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         size = max(slot.gpus for slot in row.ask.shape.slots)
         sizes: dict[int, set[int]] = defaultdict(set)
         for other in state.jobs.values():
@@ -93,13 +93,13 @@ class MoveThenTurns:
         chosen = enough_of(state, txn, row, placer, order)
         return tuple(self._victim(state, job, Reason.TIME_SLICE) for job in chosen or ()) or None
 
-    def _victim(self, state: State, job: JobId, reason: Reason, to: tuple[Held, ...] = ()) -> Victim:
+    def _victim(self, state: State, job: JobId, reason: Reason, to: Allocations = ()) -> Victim:
         lost_gpu_s = self.move_s * state.jobs[job].ask.shape.gpu_milli / 1000
         return Victim(job=job, reason=reason, lost_gpu_s=lost_gpu_s, to=to)
 
     def _moves(
         self, state: State, txn: Txn, row: JobRow, placer: Placer, able: Sequence[JobRow], now: float
-    ) -> dict[JobId, tuple[Held, ...]] | None:
+    ) -> dict[JobId, Allocations] | None:
         """One job if one is enough, else the first of those on the emptiest nodes, none of them superfluous."""
         worth = [other for other in able if _rest_s(other, now, self.horizon_s) > self.move_s]
         worth.sort(key=lambda r: (-int(state.free[r.held[0].node].sum()), r.ask.shape.gpu_milli, r.ask.id))
@@ -118,7 +118,7 @@ class MoveThenTurns:
 
     def _plan(
         self, state: State, txn: Txn, row: JobRow, placer: Placer, moved: Sequence[JobRow]
-    ) -> dict[JobId, tuple[Held, ...]] | None:
+    ) -> dict[JobId, Allocations] | None:
         """Where these come to lie once the job has its place, just as the next passes will find it; None: no gain."""
         cost_gpu_s = self.move_s * sum(other.ask.shape.gpu_milli for other in moved)
         if cost_gpu_s >= (row.ask.est_s or self.horizon_s) * row.ask.shape.gpu_milli:
@@ -126,7 +126,7 @@ class MoveThenTurns:
         before = potential(state.free.sum(axis=1).tolist())
         in_turn = sorted(moved, key=lambda other: (other.ask.queued_at, other.ask.id))
 
-        def nearby(other: JobRow) -> tuple[Held, ...] | None:
+        def nearby(other: JobRow) -> Allocations | None:
             to = placer.place(state, txn, other)
             return None if to is None or _distance(state, to) > _distance(state, other.held) else to
 
@@ -147,14 +147,14 @@ def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:
     return horizon_s if row.left_s is None else row.left_s - (now - row.started_at)
 
 
-def _distance(state: State, held: Sequence[Held]) -> int:
+def _distance(state: State, held: Sequence[Allocation]) -> int:
     return LEVELS.index(state.level_of(held))
 
 
 # -- shared and lent devices --
 
 
-def _lent(row: JobRow) -> tuple[Held, ...]:
+def _lent(row: JobRow) -> Allocations:
     """What a job holds above what it asked for; its own slots come first."""
     return row.held[len(row.ask.shape.slots) :]
 
@@ -228,7 +228,7 @@ class LendAndPack:
             return True
         return one.rate + other.rate > 1.0 + self.gain
 
-    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, Allocations]:
         """Whose lent slots go back so that the job fits: only those on the nodes it gets; none if it would not fit."""
         lenders = [other for other in _able(state) if _lent(other)]
         with txn.trial():
@@ -237,7 +237,7 @@ class LendAndPack:
                     state.take(txn, slot, -1)
             held = placer.place(state, txn, row) if lenders else None
         nodes = {slot.node for slot in held or ()}
-        kept: dict[JobId, tuple[Held, ...]] = {}
+        kept: dict[JobId, Allocations] = {}
         for other in lenders:
             own = other.held[: len(other.ask.shape.slots)]
             stays = own + tuple(slot for slot in _lent(other) if slot.node not in nodes)
@@ -245,7 +245,7 @@ class LendAndPack:
                 kept[other.ask.id] = stays
         return kept
 
-    def join(self, state: State, row: JobRow) -> tuple[JobId, tuple[Held, ...], tuple[Held, ...]] | None:
+    def join(self, state: State, row: JobRow) -> tuple[JobId, Allocations, Allocations] | None:
         """A running job with which the waiting one can share all devices, and what both hold then; the oldest first.
 
         Only jobs of one slot of equally many whole devices share, two at most, and no pair of kinds that was undone.
@@ -271,10 +271,10 @@ class LendAndPack:
             return None
         other = min(able, key=lambda other: (other.started_at, other.ask.id))
         held = other.held[0]
-        mine = Held(held.node, held.devices, HALF, slot.cpu_milli, slot.mem)
+        mine = Allocation(held.node, held.devices, HALF, slot.cpu_milli, slot.mem)
         return other.ask.id, (replace(held, milli=HALF),), (mine,)
 
-    def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+    def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, Allocations]:
         """Who gets which slots: one more each in turn while there is room, lowest share of its own ask first."""
         held = {row.ask.id: row.held for row in _able(state)}
         open_ones = dict(held)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rota.cluster.core.capacity import GPU, CellSpec
-from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, line_key
+from rota.cluster.core.jobs import Allocation, Allocations, JobRow, Shape, Wait, line_key
 from rota.cluster.core.placement import parted, place
 from rota.cluster.core.profile import Placer, Profile, Victim
 from rota.cluster.core.state import State, Txn
@@ -38,7 +38,7 @@ class CellBook:
         self.tried: tuple[Txn, int, JobRow, GangPlan | None] | None = None
         self.claimed: dict[JobId, Leaves] = {}
         self.follow_health(txn, state)
-        for row in sorted(state.holding(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
+        for row in sorted(state.holders(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
             self.hold(txn, state, row)
 
     def forget_gone(self, state: State) -> None:
@@ -71,7 +71,7 @@ class CellBook:
         if row.ask.id in self.cluster.gangs:
             self.cluster.release(txn, row.ask.id)
 
-    def claim(self, txn: Txn, state: State, row: JobRow) -> None:
+    def reserve(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job waits for its victims to leave: its cells are reserved, those that are free as well.
 
         Later passes, which undo claims and make them anew, keep its virtual cells: in a cluster of its tenant's own it
@@ -255,7 +255,7 @@ class WithinCells:
 class ByCells:
     """Guaranteed jobs in their tenant's cells, opportunistic ones packed on what is left."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
         if not row.ask.shape.gpus:
             return place(state, txn, row.ask.shape)
         book = book_of(state)
@@ -266,13 +266,13 @@ class ByCells:
         return None if found is None else parted(row.ask.shape, found)
 
 
-def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan) -> tuple[Held, ...] | None:
+def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan) -> Allocations | None:
     """The plan as holdings in slot order, slots without devices around them; None if anything beside is short.
 
     The shape has no tied groups.
     """
     order = sorted((i for i, slot in enumerate(shape.slots) if slot.gpus), key=lambda i: (shape.slots[i].gpus, i))
-    found: dict[int, Held] = {}
+    found: dict[int, Allocation] = {}
     cpu: Counter[int] = Counter()
     mem: Counter[int] = Counter()
     for i, leaves in zip(order, plan.leaves):
@@ -281,7 +281,7 @@ def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan
         node = int(state.dev_node[devices[0]])
         cpu[node] += slot.cpu_milli
         mem[node] += slot.mem
-        found[i] = Held(node, devices, 0, slot.cpu_milli, slot.mem)
+        found[i] = Allocation(node, devices, 0, slot.cpu_milli, slot.mem)
     if any(cpu[n] > state.cpu[n] or mem[n] > state.mem[n] for n in cpu):
         return None
     if len(found) < len(shape.slots) or shape.together or shape.apart:

@@ -14,7 +14,7 @@ from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED, Vector
 from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import make_room
 from rota.cluster.core.profile import Placer, Profile, Victim
-from rota.cluster.core.quota import Claim, fair_shares
+from rota.cluster.core.quota import ShareRequest, fair_shares
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.spec.ids import JobId
@@ -64,7 +64,7 @@ class ShareBook:
         tree = state.queues
         rows = sorted(level, key=lambda row: tree.born[row])
         claims = {
-            str(row): Claim(
+            str(row): ShareRequest(
                 deserved=Fraction(int(self.deserved[row, at])),
                 request=Fraction(int(asked[row, at])),
                 most=Fraction(int(tree.limit[row, dim])),
@@ -94,16 +94,16 @@ class ShareBook:
             used = used_soon(state)
             for top, queue in enumerate(state.queues.rows):
                 if queue.parent is None:
-                    self._stand(state, used, heads, top)
+                    self._note_rank(state, used, heads, top)
         return self.keys
 
-    def _stand(
+    def _note_rank(
         self, state: State, used: Vector, heads: dict[int, tuple[int, float, JobId]], queue: int
     ) -> JobId | None:
         """Note the key of a queue and of all below it; the job that it would start first, if it has one."""
         tree = state.queues
         below = [c for c, child in enumerate(tree.rows) if child.parent == tree.rows[queue].path]
-        first = {child: self._stand(state, used, heads, child) for child in below}
+        first = {child: self._note_rank(state, used, heads, child) for child in below}
         able = [child for child in below if first[child] is not None]
         head = first[min(able, key=lambda c: self.keys[c])] if able else heads.get(queue, (0, 0.0, None))[2]
         if head is not None:
@@ -183,7 +183,7 @@ class WithinDeserved:
             return wait
         tree = state.queues
         need = tree.need(row.ask.shape)[list(DIMS)]
-        lines = {other.ask.id: tree.line_of(other.ask.queue) for other in state.holding() if not other.ask.preemptible}
+        lines = {other.ask.id: tree.line_of(other.ask.queue) for other in state.holders() if not other.ask.preemptible}
         for queue in tree.line_of(row.ask.queue):
             fixed = sum(
                 (tree.need(state.jobs[job].ask.shape)[list(DIMS)] for job in lines if queue in lines[job]), need
@@ -246,7 +246,7 @@ class ShareVictims:
             jobs.sort(key=lambda r: (r.ask.spare, -r.ask.priority, r.ask.queued_at, r.ask.id))
         used = used_soon(state)
         while by_queue:
-            path = max(by_queue, key=lambda path: self._standing(state, used, path))
+            path = max(by_queue, key=lambda path: self._excess_rank(state, used, path))
             job = by_queue[path].pop()
             if not by_queue[path]:
                 del by_queue[path]
@@ -254,7 +254,7 @@ class ShareVictims:
                 used[queue] -= state.queues.need(job.ask.shape)[list(DIMS)]
             yield job
 
-    def _standing(self, state: State, used: Vector, path: str) -> tuple[float, ...]:
+    def _excess_rank(self, state: State, used: Vector, path: str) -> tuple[float, ...]:
         tree = state.queues
         found: list[float] = []
         for queue in reversed(tree.line_of(path)):

@@ -77,7 +77,7 @@ class Forecast:
         self._until, self._profile, self._now, self._wall_max_s = until, deepcopy(profile), now, wall_max_s
         self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
-        blind = not known and bool(state.holding())
+        blind = not known and bool(state.holders())
         self._mean = sum(known) / len(known) if known else 0.0
         self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
         if blind:

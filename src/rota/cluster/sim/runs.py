@@ -12,7 +12,7 @@ from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import TENANT_LABEL, InvariantBroken, State
 from rota.cluster.live import RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
-from rota.cluster.policies.fgd import POLICIES, WHOLE, Board, Chooser, Kind, Mix
+from rota.cluster.policies.fgd import POLICIES, WHOLE, Board, Chooser, Mix, TaskShape
 from rota.cluster.sim.report import (
     JOBS_SHOWN_MAX,
     Drawn,
@@ -334,10 +334,10 @@ def _board(path: Path, models: dict[str, int]) -> Board:
     return Board(cpu, mem, gpus, [models.setdefault(row["model"], len(models)) for _, row in rows])
 
 
-def _task(place: str, row: dict[str, str], models: dict[str, int]) -> tuple[Kind, int]:
+def _task(place: str, row: dict[str, str], models: dict[str, int]) -> tuple[TaskShape, int]:
     count = _whole(place, row, "num_gpu")
     types = tuple(sorted(models.get(name, -1) for name in (row.get("gpu_spec") or "").split("|") if name))
-    kind = Kind(_whole(place, row, "cpu_milli"), count, _whole(place, row, "gpu_milli") if count else 0, types)
+    kind = TaskShape(_whole(place, row, "cpu_milli"), count, _whole(place, row, "gpu_milli") if count else 0, types)
     return kind, _whole(place, row, "memory_mib")
 
 

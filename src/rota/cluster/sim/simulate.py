@@ -13,7 +13,7 @@ from rota.cluster.core import cycle, events
 from rota.cluster.core.admission import shape_feasible, unusable_share
 from rota.cluster.core.capacity import GPU, UNLIMITED
 from rota.cluster.core.guarded import violations
-from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Wait, line_key
+from rota.cluster.core.jobs import Allocations, JobAsk, JobRow, LineKey, Wait, line_key
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.policies.gandiva import HALF, pair_of, partners
@@ -150,7 +150,7 @@ class Simulation:
             if row is not None:
                 self.runs[job.ask.id].done_s = row.done_s
             if row is not None and row.held:
-                self._already_running(job)
+                self._resume_run(job)
             else:
                 heappush(self.heap, (job.submit_s, ARRIVE, job.ask.id, 0, None))
         for failure in failures:
@@ -189,7 +189,7 @@ class Simulation:
         result.wall_s = self.clock.monotonic_s() - began
         return result
 
-    def _already_running(self, job: SimJob) -> None:
+    def _resume_run(self, job: SimJob) -> None:
         run = self.runs[job.ask.id]
         run.attempts, run.state = 1, "RUNNING"
         run.first_start_s = run.started_s = self.now
@@ -297,7 +297,7 @@ class Simulation:
         run.used_gpu_s += used
         self.result.used_gpu_s += used
 
-    def _resize(self, job: JobId, held: tuple[Held, ...]) -> None:
+    def _resize(self, job: JobId, held: Allocations) -> None:
         """A job continues with other devices, or with another job beside it; that is done between two of its steps."""
         run = self.runs[job]
         self._account(run)
@@ -306,7 +306,7 @@ class Simulation:
         self.result.resizes += 1
         self._expect_end(run, held)
 
-    def _rate(self, run: JobRun, held: tuple[Held, ...]) -> float:
+    def _rate(self, run: JobRun, held: Allocations) -> float:
         """Speed of a job on these devices: by their type, how close they are, how many, and who is there as well."""
         costs, row = self.overheads, self.state.jobs[run.job.ask.id]
         kinds = {self.state.types[int(self.state.dev_type[d])] for slot in held for d in slot.devices}
@@ -325,7 +325,7 @@ class Simulation:
         row = self.state.node_row[node]
         events.apply(self.state, events.NodeChanged(node=node, health=health), self.now)
         if health is None:
-            for job in self.state.holding():
+            for job in self.state.holders():
                 if any(held.node == row for held in job.held):
                     self._release(job.ask.id)
 
@@ -372,7 +372,7 @@ class Simulation:
             self.wakes.add(at)
             heappush(self.heap, (at, WAKE, "", 0, None))
 
-    def _start(self, job: JobId, held: tuple[Held, ...]) -> None:
+    def _start(self, job: JobId, held: Allocations) -> None:
         run, costs = self.runs[job], self.overheads
         run.attempts += 1
         run.state, run.started_s = "RUNNING", self.now
@@ -383,7 +383,7 @@ class Simulation:
         run.work_from_s = self.now + delay
         self._expect_end(run, held)
 
-    def _expect_end(self, run: JobRun, held: tuple[Held, ...]) -> None:
+    def _expect_end(self, run: JobRun, held: Allocations) -> None:
         run.plan += 1
         run.rate = self._rate(run, held)
         run.gpus = sum(len(slot.devices) * (slot.milli or 1000) for slot in held) / 1000

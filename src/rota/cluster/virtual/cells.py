@@ -200,7 +200,7 @@ class BuddyCells:
         self.left: dict[Key, int] = dict.fromkeys(self.free, 0)
         self.quota_left: dict[tuple[int, str, int], int] = dict(cells.quota)
         self.bad_leaves: dict[str, int] = dict.fromkeys(cells.tops, 0)
-        self.doomed: dict[int, None] = {}
+        self.condemned: dict[int, None] = {}
         self.at: dict[Key, list[int]] = {key: [] for key in self.free}
         for row in range(len(physical)):
             self.at[self.key(row)].append(row)
@@ -278,8 +278,8 @@ class BuddyCells:
     def _unbind_root(self, txn: Txn, cell: int, vcell: int) -> None:
         txn.set_item(self.bound, cell, NONE)
         txn.set_item(self.serves, vcell, NONE)
-        if cell in self.doomed:
-            txn.drop(self.doomed, cell)
+        if cell in self.condemned:
+            txn.drop(self.condemned, cell)
         self._count_quota(txn, vcell, 1)
         self._give(txn, cell)
         self._share_the_bad(txn, self.v.chain[cell])
@@ -356,7 +356,7 @@ class BuddyCells:
             txn.set_item(self.healthy, cell, now)
             cell = self.parent[cell]
         for cell in self.v.physical.ancestors(leaf):
-            if self.healthy[cell] and cell in self.doomed:
+            if self.healthy[cell] and cell in self.condemned:
                 self._unbind_root(txn, cell, self.bound[cell])
         self._share_the_bad(txn, chain)
 
@@ -365,16 +365,16 @@ class BuddyCells:
 
         So the tenant sees the loss in its own view, and no other tenant does. Bindings that are not needed are undone.
         """
-        if not self.bad_leaves[chain] and not self.doomed:
+        if not self.bad_leaves[chain] and not self.condemned:
             return
         for level in range(self.v.tops[chain], 0, -1):
             for tenant in range(len(self.v.tenants)):
-                while self._one_more_doomed(txn, tenant, (chain, level)):
+                while self._condemn_one(txn, tenant, (chain, level)):
                     pass
-                while self._one_less_doomed(txn, tenant, (chain, level)):
+                while self._spare_one(txn, tenant, (chain, level)):
                     pass
 
-    def _one_more_doomed(self, txn: Txn, tenant: int, key: Key) -> bool:
+    def _condemn_one(self, txn: Txn, tenant: int, key: Key) -> bool:
         short = self.quota_left.get((tenant, *key), 0)
         if not short:
             return False
@@ -384,12 +384,12 @@ class BuddyCells:
         vcell = next((v for v in self._roots(tenant, key) if self.serves[v] == NONE), NONE)
         if vcell == NONE:
             return False
-        txn.put(self.doomed, bad[0], None)
+        txn.put(self.condemned, bad[0], None)
         self._bind_root(txn, bad[0], vcell)
         return True
 
-    def _one_less_doomed(self, txn: Txn, tenant: int, key: Key) -> bool:
-        mine = [c for c in self.at[key] if c in self.doomed and self.v.tenant[self.bound[c]] == tenant]
+    def _spare_one(self, txn: Txn, tenant: int, key: Key) -> bool:
+        mine = [c for c in self.at[key] if c in self.condemned and self.v.tenant[self.bound[c]] == tenant]
         mine = [c for c in mine if self.prio[c] < 0]
         if not mine:
             return False

@@ -55,7 +55,7 @@ class GangPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gang:
+class PlacedGang:
     """A gang that has cells, or reserves them while its victims leave; no virtual ones after giving way lazily."""
 
     plan: GangPlan
@@ -74,7 +74,7 @@ class HivedCluster:
 
     cells: VirtualCells
     buddy: BuddyCells = field(init=False)
-    gangs: dict[str, Gang] = field(default_factory=dict[str, Gang])
+    gangs: dict[str, PlacedGang] = field(default_factory=dict[str, PlacedGang])
     user: dict[int, str] = field(default_factory=dict[int, str])
     reserver: dict[int, str] = field(default_factory=dict[int, str])
     _views: dict[tuple[str, str, int], list[int]] = field(default_factory=dict[tuple[str, str, int], list[int]])
@@ -253,7 +253,7 @@ class HivedCluster:
             for leaf, vleaf in plan.flat:
                 self.buddy.occupy(txn, leaf, vleaf, plan.ask.priority if vleaf != NONE else OPPORTUNISTIC)
                 txn.put(self.user, leaf, name)
-        txn.put(self.gangs, name, Gang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
+        txn.put(self.gangs, name, PlacedGang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
 
     def reserve(self, txn: Txn, plan: GangPlan) -> None:
         """The gang takes its leaves at once, in the books; what runs there is being preempted until it leaves."""
@@ -264,7 +264,7 @@ class HivedCluster:
                 self._set_state(txn, self.user[leaf], "being_preempted")
             self.buddy.occupy(txn, leaf, vleaf, plan.ask.priority)
             txn.put(self.reserver, leaf, plan.ask.name)
-        txn.put(self.gangs, plan.ask.name, Gang(plan=plan, state="preempting"))
+        txn.put(self.gangs, plan.ask.name, PlacedGang(plan=plan, state="preempting"))
 
     def _make_way(self, txn: Txn, plan: GangPlan) -> None:
         for name in plan.preemptors:
@@ -350,7 +350,7 @@ class HivedCluster:
             plan = replace(plan, vleaves=tuple(tuple(next(rest) for _ in member) for member in leaves))
         for leaf in flat:
             txn.put(self.user, leaf, ask.name)
-        txn.put(self.gangs, ask.name, Gang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
+        txn.put(self.gangs, ask.name, PlacedGang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
 
     def _readmit(
         self, txn: Txn, ask: GangAsk, leaves: Sequence[int], owned_levels: Sequence[Sequence[int]]

@@ -151,3 +151,32 @@ def test_a_job_that_lost_one_gang_of_two_is_admitted_with_both_after_its_requeue
     admitted = [event for _, event in log.decide(6.0) if isinstance(event, JobAdmitted)]
     assert [len(event.placement.gangs) for event in admitted] == [2]
     assert held_nodes(log) == ["r0n0", "r0n1"]
+
+
+def test_members_of_a_released_gang_and_of_one_that_stays_move_together_and_leave_no_device_behind() -> None:
+    log = Log()
+    log.scheduler = Scheduler(get_profile("fifo"), lambda spec: _first_alone(requests_of(spec)[0]))
+    for one in pretend_nodes("1x3x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 3, 2)
+    log.decide(1.0)
+    assert held_nodes(log) == ["r0n0", "r0n0", "r0n1"]
+    bundles = tuple(
+        BundleAsk(index=i, members=(InstanceId(RoleName("w"), i),), res=Res(cpus=1, gpus=2)) for i in (0, 1)
+    )
+    asked = GangAsked(request=GangRequest(gang=GangId("drained"), bundles=bundles), avoid=(NodeId("r0n0"),))
+    log.add(asked, "runs", 2.0)
+    (granted,) = [event for _, event in log.decide(3.0) if isinstance(event, GangGranted)]
+    log.add(GangReleased(gang=GangId("first"), epoch=Epoch(1), gone=True), "runs", 4.0)
+    for rank in (0, 1):
+        place = granted.bundles[rank].node
+        log.add(InstanceStarted(role=RoleName("w"), rank=rank, epoch=Epoch(3), node=place, pid=9), "runs", 5.0)
+    assert held_nodes(log) == sorted((*(bundle.node for bundle in granted.bundles), "r0n1"))
+    assert int(log.scheduler.state.used[0, 0]) == 6000, "it is charged what it asks"
+    assert log.decide(6.0) == []
+
+
+def _first_alone(request: GangRequest) -> tuple[GangRequest, ...]:
+    first, *rest = request.bundles
+    others = tuple(replace(bundle, index=i) for i, bundle in enumerate(rest))
+    return GangRequest(gang=GangId("first"), bundles=(first,)), GangRequest(gang=GangId("rest"), bundles=others)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import cast
 
 from rota.cluster.core import admission, events, explain
 from rota.cluster.core.cycle import wait_of
@@ -336,15 +336,16 @@ class Scheduler:
             return
         known = self._jobs[job] = replace(known, arrived=known.arrived | {member})
         moved = {ask.members: given for ask, given in zip(move[0].bundles, move[1].bundles)}
-        own = tuple(one for place in known.own for one in _divided(place, move[0].gang, moved))
-        firsts = {ask.members for request, _ in known.own for ask in request.bundles}
+        homes = {ask.members for request, _ in known.own for ask in request.bundles}
+        admitted = {ask.members for request in known.requests for ask in request.bundles}
         movers = {one for members in moved for one in members}
-        if not (moved.keys() <= firsts and movers <= known.arrived):
+        if not (moved.keys() <= homes | admitted and movers <= known.arrived):
             return
-        self._jobs[job] = replace(known, own=own, arrived=known.arrived - movers)
+        own = [one for place in known.own for one in _divided(place, move[0].gang, moved)]
+        own += [one for one in _divided(move, move[0].gang, {}) if one[0].bundles[0].members not in homes]
+        self._jobs[job] = replace(known, own=tuple(own), arrived=known.arrived - movers)
         self._forget(job, self._jobs[job], lambda request: request is move[0], at)
-        self._release(job, at)
-        self._happened(events.JobHolds(job=job, held=self._held(own)), at)
+        self._hold_own(job, at)
         before = [(grant.gang, given) for _, grant in known.own for given in grant.bundles]
         after = [given for _, grant in own for given in grant.bundles]
         left = [(gang, old) for (gang, old), new in zip(before, after) if old != new and gang not in known.gone]
@@ -515,7 +516,7 @@ class Scheduler:
             return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(tree.leaves_under(path))}"
         return None
 
-    def explain(self, job: JobId, now: float) -> explain.Explanation | None:
+    def explain(self, job: JobId, now: float) -> explain.SchedulerExplanation | None:
         """Why a live job waits, and what would make it start now; None for a job that is not known here."""
         if job not in self.state.jobs:
             return None
@@ -526,7 +527,7 @@ class Scheduler:
         """Why a job waits, with what holds for one that is tried before it; None where no pass gave it a reason."""
         return wait_of(self.state, self.profile, job, now)
 
-    def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.Explanation:
+    def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.SchedulerExplanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""
         ask = ask_of(JobId("(dry run)"), spec, self._requests_of(spec), user=user, queued_at=now)
         return explain.explain_ask(self.state, self.profile, ask, now)
@@ -546,7 +547,7 @@ class Scheduler:
             )
         )
 
-    def _grant(self, index: int, res: Any, held: Allocation) -> BundleGrant:
+    def _grant(self, index: int, res: Res, held: Allocation) -> BundleGrant:
         node = self.state.nodes[held.node]
         devices = tuple(int(self.state.dev_index[d]) for d in held.devices)
         return BundleGrant(index=index, node=node.id, host=node.host, devices=devices, res=res)
@@ -620,10 +621,10 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
     )
 
 
-def queue_from_json(raw: dict[str, Any]) -> Queue:
+def queue_from_json(raw: Mapping[str, object]) -> Queue:
     """A queue from its JSON value; in a guarantee or limit a dimension that is not given is not limited."""
     filled = dict(raw)
     for key in ("guaranteed", "limit", "user_limit"):
-        if isinstance(filled.get(key), dict):
-            filled[key] = {"cpus": 0.0, **filled[key]}
+        if isinstance(given := filled.get(key), dict):
+            filled[key] = {"cpus": 0.0, **cast("dict[str, object]", given)}
     return codec.from_json_value(Queue, filled)

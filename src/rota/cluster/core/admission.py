@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -21,6 +21,17 @@ from rota.spec.resources import Health, format_size
 LIMITS = (Reason.QUOTA_LIMIT, Reason.USER_LIMIT)
 
 
+class RequestChange(TypedDict, total=False):
+    """One change of a request: a setting and its new value, or a rule to drop between roles; a sentence for people."""
+
+    set: str
+    value: str | float | None
+    drop: str
+    roles: list[str]
+    level: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
     """Why a request fits no state of the cluster: the role, what it asks, the most there is, and what would fit.
@@ -33,7 +44,7 @@ class Shortfall:
     resource: str
     asked: str
     available: str
-    nearest: tuple[dict[str, Any], ...] = ()
+    nearest: tuple[RequestChange, ...] = ()
 
     @property
     def text(self) -> str:
@@ -45,7 +56,7 @@ class Shortfall:
     def remedy(self) -> str:
         """What to ask for instead, or to add."""
         if self.nearest:
-            return f"it would fit with {'; or with '.join(str(change['text']) for change in self.nearest)}"
+            return f"it would fit with {'; or with '.join(change.get('text', '') for change in self.nearest)}"
         if self.reason in LIMITS:
             return "ask for less, or an admin for a higher limit"
         if self.resource in ("gpu", "gpu_type"):
@@ -194,7 +205,7 @@ def _gang_shortfall(empty: State, shape: Shape) -> Shortfall:
 class Variant:
     """A changed request: what changed (``change``, one sentence in ``text``) and the shape that results."""
 
-    change: dict[str, Any]
+    change: RequestChange
     text: str
     shape: Shape
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rota.cluster.core.admission import too_few_free, waits_because, waits_for_preemption, with_spares
 from rota.cluster.core.events import (
@@ -51,8 +50,9 @@ BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason
 class Turn(NamedTuple):
     """A job that is to be tried: its place in the order, its line or queue, how far down, and the starts until then."""
 
-    place: tuple[Any, ...]
-    track: Any
+    place: tuple[object, ...]
+    job: JobId
+    track: LineKey | str
     depth: int
     starts: int
 
@@ -76,10 +76,10 @@ class Turns:
         self._state, self._profile, self._now, self._starts = state, profile, now, starts
         self._reservations = reservations
         self._by_job, self._by_queue = profile.order.by_job, profile.block == "queue"
-        self._tracks: Mapping[Any, Sequence[tuple[Any, ...]]] = state.asking if self._by_queue else state.lines
+        tracks = state.asking if self._by_queue else state.lines
         self._heap = [
             self._at(track, depth)
-            for track, jobs in self._tracks.items()
+            for track, jobs in tracks.items()
             for depth in range(len(jobs) if self._by_job else 1)
         ]
         heapify(self._heap)
@@ -89,14 +89,14 @@ class Turns:
         heap = self._heap
         while heap:
             turn = heap[0]
-            row = self._state.jobs[turn.place[-1]]
+            row = self._state.jobs[turn.job]
             if turn.starts != self._starts():
                 again = self._turn(row, turn.track, turn.depth)
                 if again.place > turn.place:
                     heapreplace(heap, again)
                     continue
             heappop(heap)
-            return turn, row, line_key(row) if self._by_queue else turn.track
+            return turn, row, line_key(row) if isinstance(turn.track, str) else turn.track
         return None
 
     def after(self, turn: Turn, wait: Wait | Known | None) -> None:
@@ -104,11 +104,11 @@ class Turns:
         depth = turn.depth + 1
         if wait is None:
             depth = turn.depth
-        elif wait.reason is Reason.RESERVED_FOR_OTHER and not self._by_queue:
+        elif wait.reason is Reason.RESERVED_FOR_OTHER and not isinstance(turn.track, str):
             depth = self._shorter(turn.track, turn.depth)
         elif wait.reason not in FOR_ONE_JOB and not (self._by_queue and wait.reason in PASSED_BY):
             return
-        if not self._by_job and depth < len(self._tracks.get(turn.track, ())):
+        if not self._by_job and depth < len(self._entries(turn.track)):
             heappush(self._heap, self._at(turn.track, depth))
 
     def _shorter(self, key: LineKey, depth: int) -> int:
@@ -120,14 +120,19 @@ class Turns:
         left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
         return next((i for i, left_s in left if left_s is not None and self._now + left_s <= max(ends)), len(line))
 
-    def _at(self, track: Any, depth: int) -> Turn:
-        return self._turn(self._state.jobs[self._tracks[track][depth][-1]], track, depth)
+    def _entries(self, track: LineKey | str) -> Sequence[tuple[float, JobId] | tuple[int, float, JobId]]:
+        """The waiting jobs of a queue, or of a line, first to last."""
+        return self._state.asking.get(track, ()) if isinstance(track, str) else self._state.lines.get(track, ())
 
-    def _turn(self, row: JobRow, track: Any, depth: int) -> Turn:
-        return Turn(place_in_order(self._state, self._profile, row, self._now), track, depth, self._starts())
+    def _at(self, track: LineKey | str, depth: int) -> Turn:
+        return self._turn(self._state.jobs[self._entries(track)[depth][-1]], track, depth)
+
+    def _turn(self, row: JobRow, track: LineKey | str, depth: int) -> Turn:
+        place = place_in_order(self._state, self._profile, row, self._now)
+        return Turn(place, row.ask.id, track, depth, self._starts())
 
 
-def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
+def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[object, ...]:
     """Place of a waiting job: opportunistic ones last, then the rank, queue time, and id (the last element)."""
     return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
@@ -167,7 +172,7 @@ def _as_of_now(state: State, profile: Profile, row: JobRow, last: Wait) -> Wait:
 
 def _is_shorter(row: JobRow, wait: Wait, now: float) -> bool:
     """Whether a job would be over before what another one has to wait for."""
-    return row.left_s is not None and now + row.left_s <= float(wait.fields.get("until", inf))
+    return row.left_s is not None and now + row.left_s <= wait.number("until")
 
 
 # -- cycle --
@@ -406,7 +411,7 @@ class _Pass:
         held = held or self._join(row)
         if held is not None:
             nodes = {slot.node for slot in held}
-            why = {"profile": self.profile.name, "order": self.started, "nodes": len(nodes)}
+            why: dict[str, object] = {"profile": self.profile.name, "order": self.started, "nodes": len(nodes)}
             if row.ask.data:
                 why["nodes_with_data"] = int(self.state.holds_data(row.ask)[sorted(nodes)].sum())
             self.state.hold(self.txn, row.ask.id, held, now=self.now)

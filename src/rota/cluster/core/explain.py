@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypedDict
 
-from rota.cluster.core.admission import Tally, amount, sick_nodes, smaller, tally
+from rota.cluster.core.admission import RequestChange, Tally, amount, sick_nodes, smaller, tally
 from rota.cluster.core.capacity import GPU
 from rota.cluster.core.cycle import decide, place_in_order
 from rota.cluster.core.guarded import without_refused
@@ -22,8 +22,61 @@ CHANGES_MAX = 8
 """Changes listed at most; each costs a few trial passes."""
 
 
+class StartOffer(TypedDict):
+    """A single change that would start a job now, and what it costs."""
+
+    change: RequestChange
+    text: str
+    cost: str
+
+
+class PreemptedJob(TypedDict):
+    """A job that would be stopped, and the device-seconds of work that are lost with it."""
+
+    job: JobId
+    lost_gpu_s: float
+
+
+class WaitDocument(TypedDict):
+    """A reason with its sentence and numbers."""
+
+    code: str
+    text: str
+    fields: dict[str, object]
+
+
+class TallyDocument(TypedDict):
+    """Nodes that are left after one more constraint."""
+
+    constraint: str
+    nodes_left: int
+
+
+class AheadDocument(TypedDict):
+    """Jobs of the same queue that are tried earlier, and the devices that they ask for."""
+
+    jobs: int
+    gpus: int
+
+
+class ExplanationDocument(TypedDict):
+    """JSON document of an explanation."""
+
+    job: JobId
+    state: str
+    starts_now: bool
+    why: WaitDocument | None
+    tally: list[TallyDocument]
+    ahead: AheadDocument
+    would_start_now_with: list[StartOffer]
+    victims_if_preempted: list[PreemptedJob]
+    estimate: None
+    since: float
+    decisions: list[None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class SchedulerExplanation:
     """The answer to "why does this job not run": everything in it was tried on the state, nothing is guessed."""
 
     job: JobId
@@ -33,14 +86,12 @@ class Explanation:
     tally: tuple[Tally, ...] = ()
     ahead_jobs: int = 0
     ahead_gpus: int = 0
-    would_start_now_with: tuple[dict[str, Any], ...] = ()
-    victims_if_preempted: tuple[dict[str, Any], ...] = ()
-    estimate: dict[str, Any] | None = None
+    would_start_now_with: tuple[StartOffer, ...] = ()
+    victims_if_preempted: tuple[PreemptedJob, ...] = ()
     since: float = 0.0
-    decisions: tuple[dict[str, Any], ...] = field(default=())
 
-    def to_json(self) -> dict[str, Any]:
-        """The JSON document of ``rota explain``."""
+    def to_json(self) -> ExplanationDocument:
+        """The JSON document of ``rota explain``, without an estimate and decisions, which others have."""
         why = self.why
         return {
             "job": self.job,
@@ -53,21 +104,21 @@ class Explanation:
             "ahead": {"jobs": self.ahead_jobs, "gpus": self.ahead_gpus},
             "would_start_now_with": list(self.would_start_now_with),
             "victims_if_preempted": list(self.victims_if_preempted),
-            "estimate": self.estimate,
+            "estimate": None,
             "since": self.since,
-            "decisions": list(self.decisions),
+            "decisions": [],
         }
 
 
-def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanation:
+def explain(state: State, profile: Profile, job: JobId, now: float) -> SchedulerExplanation:
     """Explain a live job. Raises KeyError for a job that the state does not know."""
     row = state.jobs[job]
     if row.phase != "queued" or row.has_reason(Reason.INTERNAL):
-        return Explanation(job=job, state=row.phase, starts_now=False, why=row.wait, since=now)
+        return SchedulerExplanation(job=job, state=row.phase, starts_now=False, why=row.wait, since=now)
     return explain_ask(state, profile, row.ask, now)
 
 
-def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
+def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> SchedulerExplanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
     memory, state.memory = state.memory, VerdictCache()  # of others a trial knows that they do not fit, not why
     try:
@@ -77,7 +128,7 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
     finally:
         state.memory = memory
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
-    return Explanation(
+    return SchedulerExplanation(
         job=ask.id,
         state="queued",
         starts_now=wait is None,
@@ -91,7 +142,7 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
     )
 
 
-def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[dict[str, Any], ...]]:
+def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[PreemptedJob, ...]]:
     """The verdict of an unbounded pass on a job (None = it starts), and whom the pass would stop for it."""
     cut_short = state.memory.cut_short
     with state.txn() as txn:
@@ -104,7 +155,9 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
         return None, ()
     wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)
     preempts = tuple(
-        {"job": d.job, "lost_gpu_s": d.lost_gpu_s} for d in decisions if isinstance(d, Preempt) and d.for_job == ask.id
+        PreemptedJob(job=d.job, lost_gpu_s=d.lost_gpu_s)
+        for d in decisions
+        if isinstance(d, Preempt) and d.for_job == ask.id
     )
     return wait or Wait(reason=Reason.INFEASIBLE_NOW), preempts
 
@@ -115,7 +168,7 @@ def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int
     A line is in the order of the policy already, unless that ranks each job by itself.
     """
 
-    def place(entry: tuple[float, JobId]) -> tuple[Any, ...]:
+    def place(entry: tuple[float, JobId]) -> tuple[object, ...]:
         return place_in_order(state, profile, state.jobs[entry[1]], now)
 
     jobs = gpus = 0
@@ -130,13 +183,13 @@ def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int
     return jobs, gpus
 
 
-def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[dict[str, Any], ...]:
+def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[StartOffer, ...]:
     """Single changes after which a full pass starts the job; each was tried."""
 
     def starts(shape: Shape) -> bool:
         return _tried(state, profile, replace(ask, shape=shape), now)[0] is None
 
-    found: list[dict[str, Any]] = []
+    found: list[StartOffer] = []
     if wait.reason not in (Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.QUEUE_CLOSED):
         found += _by_priority(state, profile, ask, now)
     if wait.reason not in (Reason.NOT_BEFORE, Reason.COOL_DOWN):
@@ -150,7 +203,9 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
     given_up = replace(ask, preemptible=True, priority=min(ask.priority, 99))
     if not ask.preemptible and _tried(state, profile, given_up, now)[0] is None:
         never = ask.priority >= 100
-        change = {"set": "priority", "value": 99} if never else {"set": "labels.rota.preemptible", "value": "true"}
+        change = RequestChange(set="priority", value=99)
+        if not never:
+            change = RequestChange(set="labels.rota.preemptible", value="true")
         found.append({"change": change, "text": "as work that may be preempted", "cost": "it may be stopped"})
     for variant in smaller(ask.shape, _bounded(starts)):
         found.append({"change": variant.change, "text": variant.text, "cost": _cost(ask.shape, variant.shape)})
@@ -171,7 +226,7 @@ def _bounded(test: Callable[[Shape], bool]) -> Callable[[Shape], bool]:
     return answer
 
 
-def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> list[StartOffer]:
     """The lowest higher priority that starts the job now, or has others give way for it."""
     ahead = {row.ask.priority for row in state.waiting_jobs()}
     ahead |= {priority for (queue, priority), jobs in state.running.items() if jobs and queue == ask.queue}
@@ -189,36 +244,36 @@ def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> lis
     return []
 
 
-def _by_queue(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+def _by_queue(state: State, profile: Profile, ask: JobAsk, now: float) -> list[StartOffer]:
     """Another queue in which the job starts now, if there is one; those with most of their guarantee left first."""
     tree = state.queues
     others = [row for row, queue in enumerate(tree.rows) if tree.leaf[row] and queue.path != ask.queue]
     others.sort(key=lambda row: int(state.used[row, GPU] - tree.guaranteed[row, GPU]))
     for path in (tree.rows[row].path for row in others[:CHANGES_MAX]):
         if _tried(state, profile, replace(ask, queue=path), now)[0] is None:
-            change = {"set": "queue", "value": path}
+            change = RequestChange(set="queue", value=path)
             return [{"change": change, "text": f"queue {path} instead of {ask.queue}", "cost": f"the share of {path}"}]
     return []
 
 
-def _by_node(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+def _by_node(state: State, profile: Profile, ask: JobAsk, now: float) -> list[StartOffer]:
     """Single nodes that take no new work and would let the job start if they did."""
-    found: list[dict[str, Any]] = []
+    found: list[StartOffer] = []
     for node, health in list(sick_nodes(state).items())[:CHANGES_MAX]:
         with state.txn() as txn:
             state.mark(txn, NodeId(node), Health.HEALTHY)
             starts = _tried(state, profile, ask, now)[0] is None
         if starts:
-            change = {"set": f"nodes.{node}", "value": "undrain"}
+            change = RequestChange(set=f"nodes.{node}", value="undrain")
             found.append({"change": change, "text": f"node {node} in use again; it is {health}", "cost": "none"})
     return found
 
 
-def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> list[dict[str, Any]]:
+def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> list[StartOffer]:
     """The limit that binds, of a queue or of a user in it, raised to what the job needs, if that alone starts it."""
     which = "limit" if wait.reason is Reason.QUOTA_LIMIT else "user_limit"
     tree, path, dim = state.queues, str(wait.fields["queue"]), str(wait.fields["dim"])
-    wanted = int(wait.fields["used"]) + int(wait.fields["asked"])
+    wanted = int(wait.number("used") + wait.number("asked"))
     with state.txn() as txn:
         txn.set(getattr(tree, which), (tree.row[path], tree.dims.index(dim)), wanted)
         state.memory.gave(txn, None)
@@ -231,7 +286,7 @@ def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: floa
         {
             "change": {"set": f"queues.{path}.{which}.{name}", "value": value},
             "text": f"a {which.replace('_', ' ')} of {amount(dim, wanted)} for queue {path} instead of "
-            f"{amount(dim, int(wait.fields['limit']))}",
+            f"{amount(dim, int(wait.number('limit')))}",
             "cost": f"queue {path} may use that much more",
         }
     ]

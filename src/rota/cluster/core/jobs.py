@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rota.spec.gang import CellLevel, GangRequest
 from rota.spec.ids import GangId, JobId, NodeId
@@ -175,7 +175,7 @@ class JobAsk:
     """A part that its job can do without."""
     slots_max: int = 0
     """With equal slots: how many of them it can use at most, while no other job waits for them; 0 = those it asks."""
-    labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def key(self) -> tuple[JobId, GangId | None]:
@@ -256,7 +256,12 @@ class Wait:
 
     reason: Reason
     text: str = ""
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    fields: dict[str, object] = field(default_factory=dict[str, object])
+
+    def number(self, name: str) -> float:
+        """A number of ``fields``; without limit where it is not given."""
+        value = self.fields.get(name)
+        return value if isinstance(value, int | float) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

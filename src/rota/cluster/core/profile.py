@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rota.cluster.core.jobs import Allocations, JobRow, Wait
 from rota.cluster.core.state import State, Txn
@@ -18,7 +18,7 @@ class Admit:
 
     job: JobId
     held: Allocations
-    why: dict[str, Any] = field(default_factory=dict[str, Any])
+    why: dict[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,10 @@ class WakeAt:
 Decision = Admit | Preempt | Resize | WaitOn | WakeAt
 
 
+Rank = tuple[float, ...]
+"""Place of a waiting job among others; compared element by element."""
+
+
 class QueueOrder(Protocol):
     """In which order waiting jobs are tried; the lowest rank first, equal ranks by queue time and id.
 
@@ -74,7 +78,7 @@ class QueueOrder(Protocol):
         """True when jobs of one line differ in rank."""
         ...
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         """The rank of a waiting job."""
         ...
 

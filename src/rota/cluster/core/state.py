@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,12 @@ from rota.spec.resources import Health, Node, types_of
 # -- transactions --
 
 
-_ABSENT: Any = object()
+_ABSENT = object()
 _INDEXED: Any = (np.ndarray, list)
+K = TypeVar("K")
+V = TypeVar("V")
+Index = int | slice | tuple[int, int]
+Value = int | NDArray[np.integer]
 
 
 class _Scope:
@@ -59,31 +63,31 @@ class Txn:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
         self.kept = False
-        self.notes: dict[Any, Any] = {}
+        self.notes: dict[tuple[object, ...], object] = {}
         """What was worked out and stays true until the Txn ends."""
 
-    def set(self, array: NDArray[Any], index: Any, value: Any) -> None:
+    def set(self, array: NDArray[np.generic], index: Index, value: Value) -> None:
         """``array[index] = value``; ``index`` may be anything numpy accepts."""
         old: Any = array[index]
         # A slice or index list gives an array (a view for a slice), so it is copied; one element gives a scalar.
         self._undo.append((array, index, old.copy() if isinstance(old, _INDEXED) else old))
         array[index] = value
 
-    def set_item(self, items: list[Any], index: int, value: Any) -> None:
+    def set_item(self, items: list[V], index: int, value: V) -> None:
         """``items[index] = value`` for a plain list."""
         self._undo.append((items, index, items[index]))
         items[index] = value
 
-    def add(self, array: NDArray[Any], index: Any, delta: Any) -> None:
+    def add(self, array: NDArray[np.integer], index: int | tuple[int, int], delta: int) -> None:
         """``array[index] += delta`` for an index without repeated elements."""
         self.set(array, index, array[index] + delta)
 
-    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+    def put(self, mapping: MutableMapping[K, V], key: K, value: V) -> None:
         """``mapping[key] = value``."""
         self._undo.append((mapping, key, mapping.get(key, _ABSENT)))
         mapping[key] = value
 
-    def drop(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
+    def drop(self, mapping: MutableMapping[K, V], key: K) -> None:
         """Remove a key that must be there. Raises KeyError."""
         self._undo.append((mapping, key, mapping.pop(key)))
 
@@ -298,7 +302,7 @@ class State:
         return _StateScope(self)
 
     @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
+    def arrays(self) -> tuple[NDArray[np.integer], ...]:
         """Everything that a Txn may change, the mapping of jobs aside."""
         return (self.free, self.cpu, self.mem, self.node_health, self.dev_milli, self.dev_health, self.used)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +14,7 @@ from rota.cluster.core.capacity import GPU
 from rota.cluster.core.jobs import Allocations, JobRow, Wait
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
 from rota.cluster.core.preemption import enough_of, lost_gpu_s
-from rota.cluster.core.profile import Placer, Profile, QueueOrder, Victim
+from rota.cluster.core.profile import Placer, Profile, QueueOrder, Rank, Victim
 from rota.cluster.core.state import State, Txn
 from rota.spec.reasons import Reason
 
@@ -26,7 +25,7 @@ class ByArrival:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         return (-row.ask.priority,)
 
 
@@ -183,7 +182,7 @@ class LeastService:
     threshold_gpu_s: float = 8 * 3600.0
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
         return (served >= self.threshold_gpu_s,)
 
@@ -194,7 +193,7 @@ class Outranked:
 
     order: QueueOrder
 
-    def _place(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def _place(self, state: State, row: JobRow, now: float) -> Rank:
         """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""
         return (row.ask.opportunistic, *self.order.rank(state, row, now))
 
@@ -233,7 +232,7 @@ class ShortestFirst:
 
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         if row.ask.est_s is None:
             return (1, 0.0)
         return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from rota.cluster.core.capacity import GPU
 from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
-from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.profile import Placer, Profile, Rank, Victim
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.spec.ids import JobId
@@ -22,7 +22,7 @@ class PriorityThenShare:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         beyond, share = share_rank(state, row, now)
         return (beyond, -row.ask.priority, share)
 
@@ -109,7 +109,7 @@ class LeastCost:
 
     def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[_Entry]:
         """Who runs in a queue at a priority and may be stopped, the cheapest first; put in order once for a pass."""
-        known: list[_Entry] | None = txn.notes.get((self, now, *group))
+        known = cast("list[_Entry] | None", txn.notes.get((self, now, *group)))
         if known is None:
             rows = [state.jobs[job] for job in state.running[group]]
             known = txn.notes[self, now, *group] = sorted(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED
 from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
-from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.profile import Placer, Profile, Rank, Victim
 from rota.cluster.core.quota import QueueDemand, ReclaimRules, borrowing_share, reclaim
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
@@ -29,7 +28,7 @@ class LowestDominantShare:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         line = state.queues.line_of(row.ask.queue)
         return tuple(dominant_share(state, queue) for queue in reversed(line))
 
@@ -52,7 +51,7 @@ class LeastBorrowed:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         tree = state.queues
         queue = tree.row.get(row.ask.queue)
         if queue is None:
@@ -86,7 +85,7 @@ class MostUnderServed:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         return (*share_rank(state, row, now), -row.ask.priority)
 
 

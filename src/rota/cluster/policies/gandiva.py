@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from rota.cluster.core.jobs import Allocation, Allocations, JobRow
 from rota.cluster.core.placement import best_fit, place
 from rota.cluster.core.preemption import enough_of, refit, take_all
-from rota.cluster.core.profile import Placer, Preempt, Profile, Resize, Victim
+from rota.cluster.core.profile import Placer, Preempt, Profile, Rank, Resize, Victim
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import LimitsOnly
 from rota.spec.ids import JobId
@@ -37,7 +36,7 @@ class LongestWithout:
 
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         return (max(row.ask.queued_at, row.left_at),)
 
 
@@ -138,7 +137,7 @@ class MoveThenTurns:
             return found[1] if potential(state.free.sum(axis=1).tolist()) < before else None
 
 
-def _turn(row: JobRow) -> tuple[Any, ...]:
+def _turn(row: JobRow) -> tuple[bool, float, JobId]:
     """Who gives way first: what its job can do without, then who ran longest."""
     return (not row.ask.spare, row.started_at, row.ask.id)
 

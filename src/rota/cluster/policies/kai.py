@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED, Vector
 from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import make_room
-from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.profile import Placer, Profile, Rank, Victim
 from rota.cluster.core.quota import ShareRequest, fair_shares
 from rota.cluster.core.state import State, Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
@@ -165,7 +165,7 @@ class ByShareRatio:
     book: ShareBook
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+    def rank(self, state: State, row: JobRow, now: float) -> Rank:
         keys = self.book.keys_of(state)
         line = state.queues.line_of(row.ask.queue)
         return (*(part for queue in reversed(line) for part in keys.get(queue, ())), -row.ask.priority)

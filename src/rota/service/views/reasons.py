@@ -7,7 +7,7 @@ from heapq import nsmallest
 from math import inf
 from typing import Any, Literal
 
-from rota.cluster.core.explain import Explanation as SchedulerAnswer
+from rota.cluster.core.explain import SchedulerExplanation
 from rota.cluster.sim.forecast import Estimate
 from rota.runtime.probe import master_part
 from rota.service.models.base import Fields, Why, document
@@ -45,7 +45,7 @@ DECISIONS_MAX = 20
 def explanation(
     job: JobHistory,
     installation: Installation,
-    found: SchedulerAnswer | None = None,
+    found: SchedulerExplanation | None = None,
     *,
     estimate: EstimateDocument | None = None,
     undecided: Why | None = None,
@@ -61,7 +61,7 @@ def explanation(
     elif found is not None and (wait := found.why) is not None:
         why = Why(code=wait.reason, text=wait.text or INFO[wait.reason].text, fields=wait.fields)
     waiting = job.state in (JobState.SUBMITTED, JobState.QUEUED)
-    answer = found or SchedulerAnswer(job=job.id, state=job.state, starts_now=False, why=None)
+    answer = found or SchedulerExplanation(job=job.id, state=job.state, starts_now=False, why=None)
     return document(
         Explanation,
         job,

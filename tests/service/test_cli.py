@@ -427,7 +427,7 @@ def test_a_table_fills_the_terminal_it_is_drawn_on_and_cuts_nothing(
     monkeypatch.setenv("COLUMNS", str(width))
     text = " ".join(f"word{number:03}" for number in range(40))
     out = io.StringIO()
-    Terminal(live=True, out=out).table(("ID", "WHY"), [("learn-1", text)])
+    Terminal(live=True, out=out).draw(("ID", "WHY"), [("learn-1", text)])
     lines = out.getvalue().splitlines()
     assert width - 8 <= max(map(len, lines)) <= width
     assert " ".join(out.getvalue().split()[-40:]) == text

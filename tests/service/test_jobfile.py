@@ -215,13 +215,9 @@ def test_json_is_read_with_places_tabs_and_escapes() -> None:
         filename="j",
     )
     assert dict(spec.labels) == {"x": "\U0001f600 a/b"}
-    assert (
-        problems('{\n\t"name": "t",\n\t"rols": {}\n}')[0]
-        == "job.yaml:1:1: roles: missing; add 'roles:', role name to role, 1 to 64"
-    )
-    assert (
-        problems('{\n\t"name": "t",\n\t"rols": {}\n}')[1] == "job.yaml:3:2: rols: unknown field; did you mean 'roles'?"
-    )
+    misspelt = problems('{\n\t"name": "t",\n\t"rols": {}\n}')
+    assert misspelt == ["job.yaml:3:2: rols: unknown field; did you mean 'roles'?"], "it is not missing as well"
+    assert "job.yaml:1:1: roles: missing; add 'roles:', role name to role, 1 to 64" in problems('{"name": "t"}')
 
 
 def test_set_changes_fields_and_makes_what_is_missing() -> None:

@@ -103,7 +103,7 @@ def test_ps_shows_the_columns_that_are_named_and_wide_all_of_them(tmp_path: Path
         assert "LABELS" in wide[0] and "team=a" in wide[-1] and "LABELS" not in narrow[0]
         assert len(wide) == len(narrow), "a row stays one line"
         wrong = await ask("ps", "--columns", "jb")
-        assert (wrong.status, "--columns jb: no column\n      did you mean 'job'" in wrong.err) == (2, True)
+        assert (wrong.status, "--columns jb: unknown column\n      did you mean 'job'" in wrong.err) == (2, True)
 
     with_cli(tmp_path / "service", test)
 

@@ -15,7 +15,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.process import output_of
 from rota.service.proof import load_proof
 from rota.spec import codec
-from rota.spec.errors import BadInput, RotaError
+from rota.spec.errors import BadInput, RotaError, nearest
 from rota.spec.resources import counted
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
@@ -162,6 +162,9 @@ def validate_document(
     rows = raw.get("tables") if isinstance(raw, Mapping) else raw
     if not isinstance(rows, list):
         raise BadInput(f"{tables}: expected a list of tables, or an object with the key 'tables'")
+    names = [str(one["id"]) for one in rows if isinstance(one, Mapping) and "id" in one]
+    if table not in names:
+        raise BadInput(f"--table {table}: not in {tables}", hint=nearest(table, names, "its tables"))
     return proof.validate(
         rows,
         table,

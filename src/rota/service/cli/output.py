@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 API = "rota/v1"
 Form = Literal["table", "wide", "json", "yaml"]
 FORMS: tuple[Form, ...] = get_args(Form)
+GAP, NO_VALUE = "   ", "-"
 WIDTH_PIPE, WIDTH_WIDE = 200, 2000
 """Characters in a line of a table that goes to a file or a pipe, and of one that must not be folded."""
 
@@ -84,20 +85,14 @@ class Terminal:
             soft_wrap=False,
         )
 
-    def table(
-        self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "", title: str = ""
-    ) -> None:
-        """A table without frames; numbers to the right; ``empty`` names the next step when there are no rows."""
+    def draw(self, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+        """A table without frames; numbers to the right, long cells folded."""
         from rich import box  # noqa: PLC0415 - only when a table is drawn
-        from rich.table import Table  # noqa: PLC0415
+        from rich.table import Table as Drawn  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
-        cells = [["-" if cell in (None, "") else str(cell) for cell in row] for row in rows]
-        if not cells and empty:
-            self.line(empty)
-            return
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", show_edge=False)
-        for index, column in enumerate(columns):
+        table = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for index, column in enumerate(header):
             numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in cells:
@@ -133,6 +128,52 @@ class Terminal:
     def _tell(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # who reads no more loses no more than that
             print(text, file=self.err, flush=True)
+
+
+def _items(document: Mapping[str, Any]) -> Iterable[Any]:
+    return document["items"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The table of a kind of document: a column for each header, which shows a field or what a function makes of a row.
+
+    ``empty`` is printed in place of a table without rows. ``extra`` columns are left out, the last one first, while
+    the table is wider than its lines; ``sparse`` ones where they are empty in every row. Numbers stand to the right.
+    """
+
+    columns: Mapping[str, str | Callable[[Any], object]]
+    rows: Callable[[Any], Iterable[Any]] = _items
+    empty: str = ""
+    extra: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()
+
+    def __call__(self, term: Terminal, document: Mapping[str, Any]) -> None:
+        """Draw it: ``flags.answer(ask, TABLE)``."""
+        self.print(term, self.rows(document))
+
+    def print(self, term: Terminal, rows: Iterable[Any]) -> None:
+        """Draw these rows."""
+        made = [{name: _cell(column, row) for name, column in self.columns.items()} for row in rows]
+        if not made and self.empty:
+            term.line(self.empty)
+            return
+        names = [name for name in self.columns if name not in self.sparse or any(row[name] != NO_VALUE for row in made)]
+        width = term.console().width
+        for name in reversed(self.extra):
+            if _width(names, made) > width and name in names:
+                names.remove(name)
+        term.draw(names, [[row[name] for name in names] for row in made])
+
+
+def _cell(column: str | Callable[[Any], object], row: Any) -> str:
+    value = row[column] if isinstance(column, str) else column(row)
+    return NO_VALUE if value in (None, "") else str(value)
+
+
+def _width(names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> int:
+    """Characters of a line of the table when no cell is folded."""
+    return sum(max(len(name), *(len(row[name]) for row in rows), 0) + len(GAP) for name in names) - len(GAP)
 
 
 STATE_STYLE = {

@@ -445,9 +445,16 @@ def read_part(model: type[P], root: Node, errors: ErrorCollector, above: Path = 
         return model.model_validate(root)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
+        misspelt = {(*one["loc"][:-1], _meant(model, one["loc"])) for one in found if one["type"] == "extra_forbidden"}
         for one in sorted(found, key=lambda one: one["type"] == "missing"):
-            _collect(model, root, one, errors, above)
+            if one["type"] != "missing" or one["loc"] not in misspelt:
+                _collect(model, root, one, errors, above)
         return None
+
+
+def _meant(model: type[Part], loc: tuple[int | str, ...]) -> str:
+    """The field that the unknown key at ``loc`` is nearest to; empty for none."""
+    return did_you_mean(str(loc[-1]), _at(model, loc[:-1]).by_name()).removeprefix("did you mean '").removesuffix("'?")
 
 
 def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, above: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import ago_s, clock_time
 from rota.spec.errors import BadInput, UnknownName
@@ -31,7 +31,7 @@ def user(
     rota user ls
     """
     if not action or action == "ls":
-        return flags.answer(lambda client: client.accounts.users() if action else client.accounts.whoami(), _user_table)
+        return flags.answer(lambda client: client.accounts.users() if action else client.accounts.whoami(), USERS)
     terminal = flags.terminal()
     with flags.client() as client:
         if not name or action not in ("create", "rm"):
@@ -43,18 +43,24 @@ def user(
             grants = {one["queue"]: one["role"] for one in (known or {"grants": []})["grants"]} | {queue: role}
             kept = [(path, word) for path, word in grants.items() if word != "none"]
             done = client.accounts.put_user(name, kept) if kept else client.accounts.remove_user(name)
-    terminal.show(done, lambda term: _user_table(term, done))
+    terminal.show(done, lambda term: USERS(term, done))
     for job in done.get("jobs", ()):
         terminal.note(f"{job} names secrets that are gone now: it cannot start again")
     return 0
 
 
-def _user_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    rows = [
-        (one["name"], ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]))
-        for one in document.get("items", [document])
-    ]
-    term.table(["USER", "MAY"], rows)
+def _one_or_many(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The rows of a list, or of a document that is a row itself."""
+    return document.get("items", [document])
+
+
+USERS = Table(
+    columns={
+        "USER": "name",
+        "MAY": lambda one: ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]),
+    },
+    rows=_one_or_many,
+)
 
 
 def token(
@@ -88,7 +94,7 @@ def token(
             terminal.note(f"token {made['id']} of {made['user']}; it is not shown again")
             return 0
         done = client.accounts.tokens() if action == "ls" else client.accounts.revoke_token(id_)
-    terminal.show(done, lambda term: _token_table(term, done.get("items", [done])))
+    terminal.show(done, lambda term: TOKENS(term, done))
     return 0
 
 
@@ -101,20 +107,19 @@ def _in_use(flags: Flags) -> dict[str, Any]:
     return {"kind": "Token", "token": address.token, "url": address.url}
 
 
-def _token_table(term: Terminal, items: Sequence[Mapping[str, Any]]) -> None:
-    rows = [
-        (
-            one["id"],
-            one["user"],
-            one["name"],
-            "as its user" if one["role"] == "admin" else f"at most {one['role']}",
-            one["queue"] or "all",
-            clock_time(one["made_at"]),
-            "revoked" if one["revoked"] else clock_time(one["expires_at"]),
-        )
-        for one in items
-    ]
-    term.table(["ID", "USER", "NAME", "MAY", "QUEUE", "MADE", "ENDS"], rows, empty="no tokens but the first one")
+TOKENS = Table(
+    columns={
+        "ID": "id",
+        "USER": "user",
+        "NAME": "name",
+        "MAY": lambda one: "as its user" if one["role"] == "admin" else f"at most {one['role']}",
+        "QUEUE": lambda one: one["queue"] or "all",
+        "MADE": lambda one: clock_time(one["made_at"]),
+        "ENDS": lambda one: "revoked" if one["revoked"] else clock_time(one["expires_at"]),
+    },
+    rows=_one_or_many,
+    empty="no tokens but the first one",
+)
 
 
 def secret(
@@ -134,18 +139,17 @@ def secret(
     if action not in ("set", "ls", "rm") or (action != "ls" and not name):
         raise BadInput(f"rota secret {action} {name}".rstrip() + ": not understood", hint="rota secret set NAME")
     if action == "ls":
-        return flags.answer(lambda client: client.accounts.secrets(), _secret_table)
+        return flags.answer(lambda client: client.accounts.secrets(), SECRETS)
     if action == "rm":
-        return flags.answer(lambda client: client.accounts.remove_secret(name), _secret_told)
+        return flags.answer(lambda client: client.accounts.remove_secret(name), _secret_line)
     value = _asked(f"value of {name}")
-    return flags.answer(lambda client: client.accounts.set_secret(name, value), _secret_told)
+    return flags.answer(lambda client: client.accounts.set_secret(name, value), _secret_line)
 
 
-def _secret_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    term.table(["SECRET"], [(one["name"],) for one in document["items"]], empty="no secrets")
+SECRETS = Table(columns={"SECRET": "name"}, empty="no secrets")
 
 
-def _secret_told(term: Terminal, document: Mapping[str, Any]) -> None:
+def _secret_line(term: Terminal, document: Mapping[str, Any]) -> None:
     term.line(f"{document['name']}: {'removed' if document['removed'] else 'set'}")
 
 
@@ -178,7 +182,7 @@ def login(
     path = save_login(url, given)
     document = {"kind": "Login", "url": url, "user": me["name"], "grants": me["grants"], "file": str(path)}
     terminal = flags.terminal()
-    terminal.show(document, lambda term: _user_table(term, me))
+    terminal.show(document, lambda term: USERS(term, me))
     terminal.note(f"kept in {path}; 'rota logout' forgets it")
     return 0
 
@@ -259,9 +263,20 @@ def webhook(
             terminal.note("notices are signed with this secret; it is not shown again")
             return 0
         done = client.accounts.webhooks() if action == "ls" else client.accounts.remove_webhook(what)
-    rows = [(one["id"], one["url"], ", ".join(one["on"]) or "all", one["queue"]) for one in done.get("items", [done])]
-    terminal.show(done, lambda term: term.table(["ID", "URL", "EVENTS", "QUEUE"], rows, empty="no webhooks"))
+    terminal.show(done, lambda term: WEBHOOKS(term, done))
     return 0
+
+
+WEBHOOKS = Table(
+    columns={
+        "ID": "id",
+        "URL": "url",
+        "EVENTS": lambda one: ", ".join(one["on"]) or "all",
+        "QUEUE": "queue",
+    },
+    rows=_one_or_many,
+    empty="no webhooks",
+)
 
 
 def audit(
@@ -276,16 +291,22 @@ def audit(
     --------
     rota audit --user ann
     """
-    return flags.answer(lambda client: client.accounts.audit(user=user, limit=limit), _audit_table)
-
-
-def _audit_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    rows = [
-        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], _outcome(one))
-        for one in document["items"]
-    ]
-    term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="no changes recorded")
+    return flags.answer(lambda client: client.accounts.audit(user=user, limit=limit), AUDIT)
 
 
 def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['status'] or ''}{' (dry run)' if line.get('dry_run') else ''}".strip()
+
+
+AUDIT = Table(
+    columns={
+        "AT": lambda one: clock_time(one["at"]),
+        "USER": "user",
+        "FROM": "address",
+        "METHOD": "method",
+        "PATH": "path",
+        "STATUS": _outcome,
+    },
+    empty="no changes recorded",
+    extra=("FROM",),
+)

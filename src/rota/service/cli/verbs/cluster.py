@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from csv import writer as csv_writer
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, shortened, size
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.models.cluster import QueueRow, UsageRow
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 
@@ -22,10 +25,10 @@ def nodes(
     action: Annotated[str, Parameter(help="drain, cordon, undrain or uncordon; default: list.")] = "",
     node: Annotated[str, Parameter(help="The node to act on.")] = "",
     *,
-    reason: Annotated[str, Parameter(help="Told to people.")] = "",
+    reason: Annotated[str, Parameter(help="Reason that users see.")] = "",
     notice: Annotated[str, Parameter(help="How long jobs on a drained node have to move.")] = "10m",
-    dry_run: Annotated[bool, Parameter(help="Only say which jobs it touches.")] = False,
-    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Only list the affected jobs.")] = False,
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not prompt.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """List nodes, or take one out of use for new work and back.
@@ -44,7 +47,7 @@ def nodes(
     if action and (action not in ACTIONS or not node):
         raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
     if not action:
-        return flags.answer(lambda client: client.nodes(), _node_table)
+        return flags.answer(lambda client: client.nodes(), NODES)
     with flags.client() as client:
         notice_s = ago_s(notice) if action == "drain" else None
         if action == "drain" and not yes and not dry_run:
@@ -54,27 +57,6 @@ def nodes(
         plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
     terminal.show(plan, lambda term: _drain_table(term, plan))
     return 0
-
-
-def _node_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    term.table(
-        ["NODE", "STATE", "CELL", "GPUS", "TYPE", "CPUS", "MEMORY", "JOBS", "NOTE"],
-        [
-            (
-                node["id"],
-                node["state"],
-                "/".join(node["cells"]),
-                f"{node['gpus_used']}/{node['gpus']}" if node["gpus"] else "",
-                shortened(sorted({device["type"] for device in node["devices"]})),
-                f"{amount(node['cpus_used'])}/{amount(node['cpus'])}",
-                size(node["memory_bytes"]),
-                shortened(node["jobs"]),
-                _note(node),
-            )
-            for node in document["items"]
-        ],
-        empty="no nodes yet",
-    )
 
 
 def _note(node: Mapping[str, Any]) -> str:
@@ -88,6 +70,23 @@ def _note(node: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
+NODES = Table(
+    columns={
+        "NODE": "id",
+        "STATE": "state",
+        "CELL": lambda node: "/".join(node["cells"]),
+        "GPUS": lambda node: f"{node['gpus_used']}/{node['gpus']}" if node["gpus"] else "",
+        "TYPE": lambda node: shortened(sorted({device["type"] for device in node["devices"]})),
+        "CPUS": lambda node: f"{amount(node['cpus_used'])}/{amount(node['cpus'])}",
+        "MEMORY": lambda node: size(node["memory_bytes"]),
+        "JOBS": lambda node: shortened(node["jobs"]),
+        "NOTE": _note,
+    },
+    empty="no nodes yet",
+    extra=("CELL", "MEMORY", "TYPE"),
+)
+
+
 def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
     would = "would be" if plan["dry_run"] else "is"
     term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}")
@@ -99,7 +98,7 @@ def queues(
     action: Annotated[str, Parameter(help="apply; default: list.")] = "",
     file: Annotated[str, Parameter(help="YAML or JSON: a list of queues.")] = "",
     *,
-    dry_run: Annotated[bool, Parameter(help="Only say what would change.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Only show the changes.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Show the tree of queues, or replace it.
@@ -113,7 +112,7 @@ def queues(
     if action and (action != "apply" or not file):
         raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
     if not action:
-        return flags.answer(lambda client: client.queues(), _queue_table)
+        return flags.answer(lambda client: client.queues(), QUEUES)
     from rota.service.api import read_file
 
     text = read_file(Path(file))
@@ -130,35 +129,39 @@ def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
         term.line(one["text"])
 
 
-def _queue_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    counts = ("BORROWED", "RUNNING", "WAITING", "WANTED", "OLDEST")
-    term.table(
-        ["QUEUE", "STATE", "GPUS", "GUARANTEED", "LIMIT", "A USER", *counts],
-        [
-            (
-                "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
-                queue["state"],
-                amount(queue["used_gpus"]),
-                *(
-                    promise(stated.get("gpus"), stated.get("cpus"), stated.get("memory_bytes"))
-                    for stated in (queue[name] or {} for name in ("guaranteed", "limit", "user_limit"))
-                ),
-                amount(queue["borrowed_gpus"]),
-                queue["running_jobs"],
-                queue["pending_jobs"],
-                amount(queue["pending_gpus"]),
-                age(queue["oldest_wait_since"]),
-            )
-            for queue in document["items"]
-        ],
-        empty="no queues",
-    )
+def _promise(name: str) -> Callable[[QueueRow], str]:
+    """A cell of what the queue promises or allows."""
+
+    def cell(queue: QueueRow) -> str:
+        stated = queue[name] or {}
+        return promise(stated.get("gpus"), stated.get("cpus"), stated.get("memory_bytes"))
+
+    return cell
+
+
+QUEUES = Table(
+    columns={
+        "QUEUE": lambda queue: "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
+        "STATE": "state",
+        "GPUS": lambda queue: amount(queue["used_gpus"]),
+        "GUARANTEED": _promise("guaranteed"),
+        "LIMIT": _promise("limit"),
+        "A USER": _promise("user_limit"),
+        "BORROWED": lambda queue: amount(queue["borrowed_gpus"]),
+        "RUNNING": "running_jobs",
+        "WAITING": "pending_jobs",
+        "WANTED": lambda queue: amount(queue["pending_gpus"]),
+        "OLDEST": lambda queue: age(queue["oldest_wait_since"]),
+    },
+    empty="no queues",
+    extra=("OLDEST", "BORROWED", "WANTED", "A USER"),
+)
 
 
 def report(
     *,
     by: Annotated[str, Parameter(help="user, queue, job or gpu_type.")] = "user",
-    since: Annotated[str, Parameter(help="So far back.")] = "30d",
+    since: Annotated[str, Parameter(help="Period up to now, e.g. 7d.")] = "30d",
     csv: Annotated[bool, Parameter(help="Comma-separated, for a spreadsheet.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -170,17 +173,34 @@ def report(
     """
     with flags.client() as client:
         document = client.report(by=by, since_s=ago_s(since))
-    columns = f"{by},jobs,succeeded,failed,cancelled,gpu_hours,cpu_hours,wait_s p50,wait_s p95,restarts".split(",")
-    rows = [
-        (*(one[name] for name in columns[:7]), one["wait_s"]["p50"], one["wait_s"]["p95"], one["restarts"])
-        for one in document["items"]
-    ]
     terminal = flags.terminal()
     if csv and not terminal.json:
         writer = csv_writer(terminal.out)
-        writer.writerows([columns, *rows])
+        writer.writerow([by, *USAGE])
+        writer.writerows([one[by], *(cell(one) for cell in USAGE.values())] for one in document["items"])
         return 0
-    columns = [name.replace("_s ", " ").replace("_", " ") for name in columns]
-    rows = [(*row[:7], lasting(row[7]), lasting(row[8]), row[9]) for row in rows]
-    terminal.show(document, lambda term: term.table([name.upper() for name in columns], rows, empty="nothing ran"))
+    terminal.show(document, lambda term: _usage_table(by)(term, document))
     return 0
+
+
+USAGE: dict[str, Callable[[UsageRow], float | None]] = {
+    "jobs": lambda one: one["jobs"],
+    "succeeded": lambda one: one["succeeded"],
+    "failed": lambda one: one["failed"],
+    "cancelled": lambda one: one["cancelled"],
+    "gpu_hours": lambda one: one["gpu_hours"],
+    "cpu_hours": lambda one: one["cpu_hours"],
+    "wait_s p50": lambda one: one["wait_s"]["p50"],
+    "wait_s p95": lambda one: one["wait_s"]["p95"],
+    "restarts": lambda one: one["restarts"],
+}
+"""Columns of a report and of its comma-separated form."""
+
+
+def _usage_table(by: str) -> Table:
+    """The columns of ``USAGE`` with units that people read."""
+    columns: dict[str, str | Callable[[UsageRow], object]] = {by.replace("_", " ").upper(): by}
+    for name, cell in USAGE.items():
+        header = name.replace("_s ", " ").replace("_", " ").upper()
+        columns[header] = (lambda one, cell=cell: lasting(cell(one))) if name.startswith("wait_s") else cell
+    return Table(columns=columns, empty="no usage", extra=("CPU HOURS", "WAIT P50", "CANCELLED"))

@@ -1,22 +1,24 @@
-"""rota explain, failures, why, graph: why a job waits, what failed first, who waits for whom, how it hangs together."""
+"""rota explain, failures, why, graph, top, trace: why a job waits, what failed, what its instances do and wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import sleep  # noqa: TID251 - the pause between two looks, in the user's process
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
-from rota.service.cli.verbs.formatting import age, clock_time, lasting, promise, replicas, shortened
+from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, replicas, shortened
 from rota.service.cli.verbs.jobs import state_text, stream_table
+from rota.service.client import Client
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
 from rota.spec.states import JobState
-
-OBSERVED = ("source", "target", "kind", "what", "n", "failed", "waited_s", "bytes")
 
 
 def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
@@ -112,40 +114,12 @@ def failures(
 def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
     first, end = doc.get("first"), doc.get("end")
     over = "the job ended" if JobState(doc["state"]).terminal else "open"
-    term.table(
-        [
-            "#",
-            "SEEN",
-            "INSTANCE",
-            "REASON",
-            "LEVEL",
-            "SCOPE",
-            "DECIDED AFTER",
-            "HEALED AFTER",
-            "BACK TO",
-            "LOST COMMITS",
-        ],
-        [
-            (
-                item["n"],
-                clock_time(item["seen_at"]),
-                item["instance"],
-                item["reason"],
-                _level(item),
-                len(item["scope"]),
-                lasting(item["detect_to_decide_s"]),
-                lasting(item["seconds"]) if item["healed"] else "open",
-                f"{item['restore']} ({item['restored_from']})" if item.get("restored_from") else item["restore"],
-                item["lost_commits"],
-            )
-            for item in doc["items"]
-        ]
-        + [
-            ("", clock_time(one["at"]), one["instance"], one["reason"], "", "", "", over, "", "")
-            for one in doc["open_losses"]
-        ],
-        empty=f"{doc['job']}: no instance has failed",
-    )
+    rows = [item | {"open": "open"} for item in doc["items"]]
+    rows += [{"seen_at": one["at"], **one, "open": over} for one in doc["open_losses"]]
+    if rows or not end:
+        replace(FAILURES, empty=f"{doc['job']}: no failures").print(term, rows)
+    else:
+        term.line(f"{doc['job']}: {doc['state']} before an instance started")
     for one in doc.get("masters", ()):
         term.line(f"{clock_time(one['at'])}  {one['text']}: it was replaced, the job ran on")
     if first:
@@ -159,7 +133,29 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _level(item: Mapping[str, Any]) -> str:
-    return f"{item['moved_from']} -> {item['level']}" if item.get("moved_from") else str(item["level"])
+    level = item.get("level", "")
+    return f"{item['moved_from']} -> {level}" if item.get("moved_from") else level
+
+
+def _restored(item: Mapping[str, Any]) -> object:
+    return f"{item['restore']} ({item['restored_from']})" if item.get("restored_from") else item.get("restore")
+
+
+FAILURES = Table(
+    columns={
+        "#": lambda item: item.get("n"),
+        "SEEN": lambda item: clock_time(item["seen_at"]),
+        "INSTANCE": "instance",
+        "REASON": "reason",
+        "LEVEL": _level,
+        "SCOPE": lambda item: len(item["scope"]) if "scope" in item else "",
+        "DECIDED AFTER": lambda item: lasting(item.get("detect_to_decide_s")),
+        "HEALED AFTER": lambda item: lasting(item["seconds"]) if item.get("healed") else item["open"],
+        "BACK TO": _restored,
+        "LOST COMMITS": lambda item: item.get("lost_commits"),
+    },
+    extra=("SCOPE", "LEVEL", "LOST COMMITS", "BACK TO", "DECIDED AFTER"),
+)
 
 
 def why(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
@@ -185,30 +181,41 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     for name in doc["dropped"]:
         term.line(f"dropped: {name} uses far less of the processor than while it made progress")
     said = bool(cause or named or doc["slow"] or doc["dropped"])
-    if doc["waits"]:
-        if said:
-            term.line()
-        term.table(
-            ["WHO WAITS", "FOR WHOM", "KIND", "WHAT", "FOR"],
-            [(one["source"], one["target"], one["kind"], one["what"], lasting(one["age_s"])) for one in doc["waits"]],
-        )
-    if doc["items"]:
-        if said or doc["waits"]:
-            term.line()
-        term.table(
-            ["NOT READY", "STATE", "FOR"],
-            [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],
-        )
+    for table, rows in ((WAITS, _distinct(doc["waits"])), (NOT_READY, doc["items"])):
+        if rows:
+            if said:
+                term.line()
+            table.print(term, rows)
+            said = True
     for instance, text in doc["stacks"].items():
         term.line(f"\nstacks of {instance}:\n{text.rstrip()}")
     if not (cause or named or doc["waits"] or doc["items"]):
-        told = "no waits" if doc["live"] else "its master does not answer" if _runs(doc) else "nothing runs"
+        told = "no waits" if doc["live"] else "its master does not answer" if _runs(doc["state"]) else "nothing runs"
         term.line(f"{doc['job']} {doc['state']}: {told}")
     term.line(f"see also: {doc['see']}")
 
 
-def _runs(doc: Mapping[str, Any]) -> bool:
-    return JobState(doc["state"]).holds_devices
+def _distinct(waits: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each wait once, as old as the oldest report of it."""
+    by_age = sorted(waits, key=lambda one: one["age_s"])
+    oldest = {(one["source"], one["target"], one["kind"], one["what"]): one for one in by_age}
+    return [one for one in waits if any(one is other for other in oldest.values())]
+
+
+WAITS = Table(
+    columns={
+        "WHO WAITS": "source",
+        "FOR WHOM": "target",
+        "KIND": "kind",
+        "WHAT": "what",
+        "FOR": lambda one: lasting(one["age_s"]),
+    }
+)
+NOT_READY = Table(columns={"NOT READY": "instance", "STATE": "state", "FOR": lambda item: age(item["since"])})
+
+
+def _runs(state: str) -> bool:
+    return JobState(state).holds_devices
 
 
 def graph(
@@ -249,35 +256,40 @@ def graph(
 
 
 def _graph(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.table(
-        ["ROLE", "N", "RESTART", "STATE", "LOSING ONE"],
-        [
-            (
-                role["name"],
-                replicas(role, now=doc["job"] is not None),
-                role["restart"],
-                "loop" if role["loop"] else "kept" if role["stateful"] else "none",
-                role["blast_radius"].partition(" ")[2].partition(" ")[2],
-            )
-            for role in doc["roles"]
-        ],
-    )
+    existing = doc["job"] is not None
+    ROLES.print(term, [{**role, "n": replicas(role, now=existing)} for role in doc["roles"]])
     if doc["edges"]:
         term.line()
-        term.table(["FROM", "TO", "KIND"], [(edge["source"], edge["target"], edge["kind"]) for edge in doc["edges"]])
+        EDGES.print(term, doc["edges"])
     stream_table(term, [stream["seen"] for stream in doc["streams"] if stream["seen"]])
     if doc.get("observed"):
         term.line("\nobserved:")
-        term.table(
-            ["FROM", "TO", "KIND", "WHAT", "TIMES", "FAILED", "WAITED", "BYTES"],
-            [
-                tuple(lasting(one[name]) if name == "waited_s" else one[name] for name in OBSERVED)
-                for one in doc["observed"]
-            ],
-        )
+        OBSERVED.print(term, doc["observed"])
     term.line()
     for index, members in enumerate(doc["subgraphs"]):
         term.line(f"sub-graph {index}: {', '.join(members)}")
+
+
+EDGES = Table(columns={"FROM": "source", "TO": "target", "KIND": "kind"})
+OBSERVED = Table(
+    columns={
+        **EDGES.columns,
+        "WHAT": "what",
+        "TIMES": "n",
+        "FAILED": "failed",
+        "WAITED": lambda one: lasting(one["waited_s"]),
+        "BYTES": "bytes",
+    }
+)
+ROLES = Table(
+    columns={
+        "ROLE": "name",
+        "N": "n",
+        "RESTART": "restart",
+        "STATE": lambda role: "loop" if role["loop"] else "kept" if role["stateful"] else "none",
+        "LOSING ONE": lambda role: role["blast_radius"].partition(" ")[2].partition(" ")[2],
+    }
+)
 
 
 def dot_text(doc: Mapping[str, Any]) -> str:
@@ -287,3 +299,127 @@ def dot_text(doc: Mapping[str, Any]) -> str:
     lines += [f'  "{stream["name"]}" [shape=cylinder];' for stream in doc["streams"]]
     lines += [f'  "{edge["source"]}" -> "{edge["target"]}" [label="{edge["kind"]}"];' for edge in doc["edges"]]
     return "\n".join([*lines, "}"])
+
+
+JOBS_MAX = 50
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def top(
+    job: Annotated[str, Parameter(help="One job; without it every job that runs.")] = "",
+    *,
+    every: Annotated[str, Parameter(help="Pause between two looks.")] = "2s",
+    once: Annotated[bool, Parameter(help="Look once.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show what every instance does now: its operation, its steps, its silence, its load. Ctrl-C ends it.
+
+    With --json, or when the output is not a terminal, it looks once.
+
+    Examples
+    --------
+    rota top
+
+    rota top grpo-sums-1 --json
+    """
+    terminal, pause_s = flags.terminal(), max(0.2, ago_s(every) or 2.0)
+    with flags.client() as client:
+        while True:
+            document = _look(client, job)
+            if terminal.live and not terminal.json and not once:
+                terminal.out.write(CLEAR)
+            terminal.show(document, lambda term, shown=document: TOP(term, shown))
+            if terminal.json or once or not terminal.live:
+                return 0
+            sleep(pause_s)
+
+
+def _look(client: Client, job: str) -> dict[str, Any]:
+    names = [job] if job else [one["id"] for one in client.jobs(limit=JOBS_MAX)["items"] if _runs(one["state"])]
+    items = [_row(document, one) for document in map(client.job, names) for one in document["instances"]]
+    return {"kind": "Top", "items": items, "next": None}
+
+
+def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
+    told = one.get("progress") or {}
+    return {
+        "job": job["id"],
+        "instance": one["instance"],
+        "state": one["state"],
+        "node": one["node"],
+        "pid": one["pid"],
+        "restarts": one["restarts"],
+        "doing": told.get("quiet") or ", ".join(told.get("busy") or ()),
+        "waits_for": told.get("waits_for", []),
+        "progress": told.get("n"),
+        "unit": told.get("unit", ""),
+        "step_s": told.get("step_s"),
+        "idle_s": told.get("idle_s"),
+        "cpus": told.get("cpus"),
+        "rss_bytes": told.get("rss_bytes"),
+        "beat_age_s": told.get("beat_age_s"),
+    }
+
+
+TOP = Table(
+    columns={
+        "JOB": "job",
+        "INSTANCE": "instance",
+        "STATE": "state",
+        "DOES": "doing",
+        "WAITS FOR": lambda one: ", ".join(one["waits_for"][:2]),
+        "PROGRESS": lambda one: f"{amount(one['progress'])} {one['unit']}".strip() if one["progress"] else "",
+        "STEP": lambda one: lasting(one["step_s"]) if one["step_s"] else "",
+        "SILENT": lambda one: lasting(one["idle_s"]) if one["idle_s"] else "",
+        "CORES": lambda one: f"{one['cpus']:.2f}" if one["cpus"] is not None else "",
+        "MEMORY": lambda one: f"{one['rss_bytes'] / 2**20:.0f} MiB" if one["rss_bytes"] else "",
+        "BEAT": lambda one: lasting(one["beat_age_s"]),
+    },
+    empty="no job runs; 'rota ps' lists those that wait",
+    sparse=("DOES", "WAITS FOR", "PROGRESS", "STEP", "SILENT", "CORES", "MEMORY", "BEAT"),
+    extra=("STATE", "STEP", "SILENT", "WAITS FOR", "BEAT"),
+)
+
+
+def trace(
+    job: JOB,
+    out: Annotated[Path | None, Parameter(help="The file to write, for https://ui.perfetto.dev.")] = None,
+    *,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Write one trace of a job, a lane per instance, and say what bounds its steps.
+
+    Without a file it only says it. Works while the job runs and after its end.
+
+    Examples
+    --------
+    rota trace grpo-sums-1 out.json
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.trace(job)
+    if out is not None:
+        out.write_text(json.dumps(document), encoding="utf-8")
+    events = len(document["traceEvents"])
+    shown = {"kind": "TraceSummary", "job": document["job"], "file": str(out or ""), "events": events}
+    terminal.show(shown | document["summary"], lambda term: _summary(term, shown | document["summary"]))
+    return 0
+
+
+def _summary(term: Terminal, doc: Mapping[str, Any]) -> None:
+    parts = [f"{name} {share:.0%}" for name, share in doc["bound_by"].items()]
+    idle = [f"{role} {share:.0%}" for role, share in doc["idle"].items()]
+    term.pairs(
+        [
+            ("job", doc["job"]),
+            ("steps", f"{doc['steps']} in {lasting(doc['seconds'])}"),
+            ("bound by", ", ".join(parts)),
+            ("idle", ", ".join(idle)),
+            (
+                "written",
+                f"{doc['file']}: {counted(doc['events'], 'event')}, open it at https://ui.perfetto.dev"
+                if doc["file"]
+                else "",
+            ),
+        ]
+    )

@@ -1,19 +1,26 @@
-"""rota ps, show, set: which jobs there are, one of them in full, and how to change it."""
+"""rota ps, show, set, stop, pause, resume, scale, exec: list, show and change jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from cyclopts import Parameter
 
 from rota.service.api import JobFilters, JobSort
-from rota.service.cli.output import Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
+from rota.service.cli.output import Table, Terminal
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
-from rota.spec.errors import BadInput, nearest
+from rota.service.client import Client
+from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
+from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.models.jobs import JobDocument
 
 SORTS = get_args(JobSort)
+JOBS_OF = Annotated[str, Parameter(help="Ids or unique prefixes.")]
 
 
 def ps(
@@ -47,7 +54,7 @@ def ps(
     if mine and user:
         raise BadInput("--mine and --user: one of them")
     terminal = flags.terminal()
-    shown = _columns(columns, wide=terminal.wide)
+    shown = _job_table(columns, wide=terminal.wide)
     filters: JobFilters = {
         "sort": sort,
         "all": all_ or bool(since),
@@ -64,9 +71,7 @@ def ps(
         while len(page["items"]) < limit and (cursor := page["next"]):
             more = client.jobs(**{**filters, "limit": min(limit - len(page["items"]), 200), "cursor": cursor})
             page = {**more, "items": page["items"] + more["items"]}
-    empty = "no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended"
-    rows = [[COLUMNS[name](job) for name in shown] for job in page["items"]]
-    terminal.show(page, lambda term: term.table([name.upper() for name in shown], rows, empty=empty))
+    terminal.show(page, lambda term: shown(term, page))
     return 0
 
 
@@ -75,41 +80,45 @@ def _why(job: Mapping[str, Any]) -> str:
     return ", ".join(told if job["state"] in ("QUEUED", "PREEMPTING") else told[:1])
 
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
-    "job": lambda job: job["id"],
-    "state": lambda job: job["state"],
-    "queue": lambda job: job["queue"],
-    "prio": lambda job: job["priority"],
-    "ready": lambda job: f"{job['instances_ready']}/{job['instances_total']}",
-    "gpus": lambda job: amount(job["gpus"]),
-    "age": lambda job: age(job["submitted_at"]),
-    "ran": lambda job: lasting(job["run_s"]) if job["run_s"] else "",
-    "why": _why,
-    "user": lambda job: job["user"],
-    "name": lambda job: job["name"],
-    "attempt": lambda job: job["attempt"],
-    "failovers": lambda job: job["failovers"],
-    "restarts": lambda job: job["restarts"],
-    "commit": lambda job: (job["progress"] or {}).get("commit"),
-    "submitted": lambda job: clock_time(job["submitted_at"]),
-    "started": lambda job: clock_time(job["started_at"]),
-    "ended": lambda job: clock_time(job["ended_at"]),
-    "nodes": lambda job: ",".join(job["nodes"]),
-    "labels": lambda job: labels(job["labels"]),
-}
+JOBS = Table(
+    columns={
+        "JOB": "id",
+        "STATE": "state",
+        "QUEUE": "queue",
+        "PRIO": "priority",
+        "READY": lambda job: f"{job['instances_ready']}/{job['instances_total']}",
+        "GPUS": lambda job: amount(job["gpus"]),
+        "AGE": lambda job: age(job["submitted_at"]),
+        "RAN": lambda job: lasting(job["run_s"]) if job["run_s"] else "",
+        "WHY": _why,
+        "USER": "user",
+        "NAME": "name",
+        "ATTEMPT": "attempt",
+        "FAILOVERS": "failovers",
+        "RESTARTS": "restarts",
+        "COMMIT": lambda job: (job["progress"] or {}).get("commit"),
+        "SUBMITTED": lambda job: clock_time(job["submitted_at"]),
+        "STARTED": lambda job: clock_time(job["started_at"]),
+        "ENDED": lambda job: clock_time(job["ended_at"]),
+        "NODES": lambda job: ",".join(job["nodes"]),
+        "LABELS": lambda job: labels(job["labels"]),
+    },
+    empty="no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended",
+)
 NARROW = 9
 """Number of columns of a table that is not wide."""
 
 
-def _columns(given: str, *, wide: bool) -> list[str]:
-    """Names of the columns to show. Raises BadInput for one that is none."""
-    if not given:
-        return list(COLUMNS)[: None if wide else NARROW]
-    names = [name.strip().lower() for name in given.split(",")]
+def _job_table(given: str, *, wide: bool) -> Table:
+    """The table with these columns. Raises BadInput for one that does not exist."""
+    names = (
+        [name.strip().upper() for name in given.split(",")] if given else [*JOBS.columns][: None if wide else NARROW]
+    )
     for name in names:
-        if name not in COLUMNS:
-            raise BadInput(f"--columns {name}: no column", hint=nearest(name, COLUMNS, "columns"))
-    return names
+        if name not in JOBS.columns:
+            known = [column.lower() for column in JOBS.columns]
+            raise BadInput(f"--columns {name.lower()}: unknown column", hint=nearest(name.lower(), known, "columns"))
+    return replace(JOBS, columns={name: JOBS.columns[name] for name in names}, extra=() if given else ("PRIO", "QUEUE"))
 
 
 def show(
@@ -163,24 +172,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
     )
     term.line()
     each = {role["name"]: resources(role["resources"]) for role in job["roles"]}
-    term.table(
-        ["INSTANCE", "STATE", "NODE", "DEVICES", "PID", "EPOCH", "RESTARTS", "EACH", "LAST ERROR"],
-        [
-            (
-                one["instance"],
-                one["state"],
-                one["node"],
-                ",".join(map(str, one["devices"])),
-                one["pid"],
-                one["epoch"],
-                one["restarts"],
-                each.get(one["role"], ""),
-                f"{one['error']['reason']}: {one['error']['text']}"[:60] if one["error"] else "",
-            )
-            for one in job["instances"]
-        ],
-        empty="no instances yet",
-    )
+    INSTANCES.print(term, [one | {"each": each.get(one["role"], "")} for one in job["instances"]])
     stream_table(term, job["streams"])
     error = job.get("error")
     if error and error.get("traceback"):
@@ -201,15 +193,41 @@ def _master_text(job: Mapping[str, Any]) -> str:
     return f"pid {master['pid']}{place} for {age(master['since'])}, epoch {master['epoch']}"
 
 
+INSTANCES = Table(
+    columns={
+        "INSTANCE": "instance",
+        "STATE": "state",
+        "NODE": "node",
+        "DEVICES": lambda one: ",".join(map(str, one["devices"])),
+        "PID": "pid",
+        "EPOCH": "epoch",
+        "RESTARTS": "restarts",
+        "EACH": "each",
+        "LAST ERROR": lambda one: f"{one['error']['reason']}: {one['error']['text']}"[:60] if one["error"] else "",
+    },
+    empty="no instances yet",
+    extra=("EPOCH", "PID", "RESTARTS", "EACH"),
+)
+STREAMS = Table(
+    columns={
+        "STREAM": "name",
+        "IN": "admitted",
+        "PENDING": "pending",
+        "LEASED": "leased",
+        "QUEUED": "queued",
+        "TRAINED": "trained",
+        "AGAIN": "again",
+        "AGE": "age",
+        "DROPPED": lambda row: labels(row["dropped"]),
+    }
+)
+
+
 def stream_table(term: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
     """What streams have seen up to the last commit; nothing for a job without."""
     if rows:
         term.line()
-        columns = ("name", "admitted", "pending", "leased", "queued", "trained", "again", "age")
-        term.table(
-            ["STREAM", "IN", "PENDING", "LEASED", "QUEUED", "TRAINED", "AGAIN", "AGE", "DROPPED"],
-            [(*(row[column] for column in columns), labels(row["dropped"])) for row in rows],
-        )
+        STREAMS.print(term, rows)
 
 
 SETTABLE = ("priority", "queue", "time_limit", "grace", "retry", "labels.NAME")
@@ -246,3 +264,157 @@ def set_(
             meant = nearest(path, SETTABLE, "these can")
             raise BadInput(f"{path!r} cannot change after submit", hint=meant)
     return flags.answer(lambda client: client.change(job, wanted, if_version=if_version), _job_page)
+
+
+EXEC_FAILED = 125
+"""As in docker and ssh-like tools: the failure is of Rota, not of the command."""
+
+
+def stop(
+    *job: JOBS_OF,
+    label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="All live jobs with K=V.")] = None,
+    now: Annotated[bool, Parameter(help="Without grace.")] = False,
+    grace: Annotated[str, Parameter(help="From the notice to the kill; default 30s.")] = "",
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not prompt.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Ask jobs to end.
+
+    Examples
+    --------
+    rota stop hello-1
+
+    rota stop -l sweep=7 --yes
+    """
+    grace_s = 0.0 if now else ago_s(grace)
+    ids = list(job)
+    if label:
+        with flags.client() as client:
+            fits = [one["id"] for one in client.all_jobs(label=label)]
+        if not fits:
+            raise UnknownName(f"no live job has {', '.join(label)}", hint="see: rota ps -l K=V")
+        ids += fits
+        confirm(f"stop {counted(len(ids), 'job')} ({shortened(ids)})?", yes=yes)
+    return _each("stop", ids, lambda client, one: client.stop(one, grace_s=grace_s), flags, also=", or -l K=V")
+
+
+def pause(
+    *job: JOBS_OF,
+    grace: Annotated[str, Parameter(help="From the notice to the kill; default is the grace of the job.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Give the devices of jobs back and keep the jobs: PAUSED until 'rota resume'. What they committed stays.
+
+    Examples
+    --------
+    rota pause hello-1
+
+    rota pause hello-1 hello-2 --grace 2m
+    """
+    grace_s = ago_s(grace)
+    return _each("pause", job, lambda client, one: client.pause(one, grace_s=grace_s), flags)
+
+
+def resume(*job: JOBS_OF, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Put paused jobs into the queue again, with their old queue time; they continue from their last commit.
+
+    Examples
+    --------
+    rota resume hello-1
+    """
+    return _each("resume", job, lambda client, one: client.resume(one), flags)
+
+
+def _each(
+    action: str, ids: Sequence[str], ask: Callable[[Client, str], JobDocument], flags: Flags, *, also: str = ""
+) -> int:
+    """Ask one thing of every job, a row each; when one refuses, the others are still asked. The worst exit status."""
+    if not ids:
+        raise BadInput("which job?", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
+    items: list[dict[str, Any]] = []
+    worst = 0
+    with flags.client() as client:
+        for one in ids:
+            try:
+                found = ask(client, one)
+            except RotaError as exc:
+                if len(ids) == 1:
+                    raise
+                worst = max(worst, exc.exit)
+                items.append({"job": one, "done": False, "code": exc.code, "text": exc.message})
+            else:
+                items.append({"job": found["id"], "done": True, "state": found["state"], "text": found["text"]})
+    answer = {"kind": "ActionList", "action": action, "items": items}
+    rows = [f"{one['job']} {one.get('state') or f'refused to {action}'}" for one in items]
+    told = [row + (f": {one['text']}" if one["text"] else "") for row, one in zip(rows, items, strict=True)]
+    flags.terminal().show(answer, lambda term: term.line("\n".join(told)))
+    return worst
+
+
+def scale(
+    job: JOB,
+    role: Annotated[str, Parameter(help="The role, or ROLE=N.")],
+    n: Annotated[int | None, Parameter(help="How many instances.")] = None,
+    *,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Ask for another number of instances of a role. More of them start as devices become free.
+
+    Examples
+    --------
+    rota scale online-1 serve 3
+
+    rota scale online-1 serve=3 --json
+    """
+    name, equals, number = role.partition("=")
+    if equals and n is None and number.isdigit():
+        n = int(number)
+    if n is None or not name or (equals and not number.isdigit()):
+        raise BadInput(f"scale {role}: how many?", hint="rota scale JOB ROLE N, or ROLE=N with N of at least 1")
+    if n < 1:
+        raise BadInput(f"scale {name}={n}: at least 1", hint="rota pause JOB gives all its devices back")
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.scale(job, name, n)
+    now = next(one for one in document["roles"] if one["name"] == name)
+    shall = f"{name} shall have {counted(now['replicas'], 'instance')}, {now['ready']} ready"
+    told = f"{document['id']} {document['state']}: {shall}"
+    terminal.show(document, lambda term: term.line(told))
+    return 0
+
+
+def exec_(
+    job: JOB,
+    instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance.")],
+    *,
+    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="Kill it after this time.")] = "60s",
+    argv: Annotated[list[str] | None, Parameter(show=False)] = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Run a command in the environment and folder of a running instance: its devices, variables and secrets.
+
+    It has no input and no terminal, and ends with all it started within the time. The exit status is its own, or 125.
+
+    Examples
+    --------
+    rota exec hello-1 trainer/0 -- nvidia-smi
+
+    rota exec hello-1 trainer -t 5m -- sh -c 'py-spy dump --pid $PPID'
+    """
+    terminal = flags.terminal()
+    try:
+        if not argv:
+            raise BadInput("which command?", hint="rota exec JOB ROLE/N -- COMMAND")
+        with flags.client() as client:
+            done = client.execute(job, instance, argv, timeout_s=ago_s(timeout) or 60.0)
+    except RotaError as error:
+        terminal.error(error)
+        return EXEC_FAILED
+    terminal.show(done, lambda _: print(done["stdout"], end="", file=terminal.out))
+    if not terminal.json:
+        print(done["stderr"], end="", file=terminal.err)
+    if done["cut"]:
+        terminal.note("its output was longer; send it into a file, or through tail")
+    if done["timed_out"]:
+        terminal.note(f"it was killed after {timeout}")
+    return EXEC_FAILED if done["exit_status"] is None else done["exit_status"]

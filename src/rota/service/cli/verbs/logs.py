@@ -144,6 +144,15 @@ def event_text(event: Mapping[str, Any]) -> str:
     for name, value in event.items():
         deep = isinstance(value, dict) and any(isinstance(part, dict | list) for part in value.values())
         if name not in _NOT_SHOWN and value not in (None, "", [], {}) and not deep:
-            text = " ".join(str(value).split())
+            text = " ".join(_plain(value).split())
             shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
     return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()
+
+
+def _plain(value: object, joint: str = ",") -> str:
+    """A value of an event without the punctuation of Python: ``a,b``, ``k=v,...``; a list in a list is ``a:b``."""
+    if isinstance(value, Mapping):
+        return joint.join(f"{name}={_plain(part, ':')}" for name, part in value.items() if part not in (None, "", []))
+    if isinstance(value, list | tuple):
+        return joint.join(_plain(part, ":") for part in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.spec.resources import counted
 
 NOTHING_FITS = 4
 BAR_WIDTH = 30
+ROUNDING_S = 1e-12
+"""A part of a step below this is what sums of floating-point numbers leave, in seconds."""
 
 
 def search(
@@ -62,9 +64,8 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
     rows += [(_choices(one["plan"]), one["iteration_s"], one["why"]) for one in doc["runner_ups"]]
     differ = [name for name in rows[0][0] if len({choices[name] for choices, _, _ in rows}) > 1]
     term.line(f"plan: {_words({name: choice for name, choice in rows[0][0].items() if name not in differ})}")
-    term.table(
-        [*differ, "step s", "why slower"],
-        [(*(choices[name] for name in differ), f"{step_s:.4g}", why) for choices, step_s, why in rows],
+    Table(columns={name: name for name in (*differ, "step s", "why slower")}).print(
+        term, [{**choices, "step s": f"{step_s:.4g}", "why slower": why} for choices, step_s, why in rows]
     )
     for note in doc["notes"]:
         term.line(note)
@@ -130,13 +131,7 @@ def validate(
 
 
 def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.table(
-        ["row", "quantity", "published", "predicted", "error %"],
-        [
-            (row["row"], row["quantity"], row["published"], f"{row['predicted']:.5g}", f"{row['error_pct']:+.2f}")
-            for row in doc["rows"]
-        ],
-    )
+    VALIDATED(term, doc)
     if doc["mean_pct"] is not None:
         term.line(f"mean {doc['mean_pct']:.2f} %, max {doc['max_pct']:.2f} %")
     if regret := doc["regret"]:
@@ -147,11 +142,34 @@ def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
     for peer, found in doc["peers"].items():
         term.line(f"{peer}: {', '.join(f'{name} {value}' for name, value in found.items())}")
     if fitted := doc["calibration"]:
-        rows = [
-            (name, f"{one['mean']:.3f}", f"{one['low']:.3f} to {one['high']:.3f}")
-            for name, one in fitted["multipliers"].items()
-        ]
-        term.table(["part", "multiplier", "over fits without one group"], rows)
+        MULTIPLIERS.print(term, [{"name": name, **one} for name, one in fitted["multipliers"].items()])
+
+
+VALIDATED = Table(
+    columns={
+        "row": "row",
+        "quantity": "quantity",
+        "published": "published",
+        "predicted": lambda row: f"{row['predicted']:.5g}",
+        "error %": lambda row: f"{row['error_pct']:+.2f}",
+    },
+    rows=lambda doc: doc["rows"],
+)
+MULTIPLIERS = Table(
+    columns={
+        "part": "name",
+        "multiplier": lambda one: f"{one['mean']:.3f}",
+        "over fits without one group": lambda one: f"{one['low']:.3f} to {one['high']:.3f}",
+    }
+)
+MEASURED = Table(
+    columns={
+        "measured": "name",
+        "median": lambda one: f"{one['value']:.4g}",
+        "quartiles": lambda one: f"{one['low']:.4g} to {one['high']:.4g}",
+    },
+    rows=lambda doc: doc["measured"],
+)
 
 
 def calibrate(
@@ -168,12 +186,7 @@ def calibrate(
     """
     from rota.service.plans import calibrate_document
 
-    document = calibrate_document(out, ranks=ranks)
-    rows = [
-        (one["name"], f"{one['value']:.4g}", f"{one['low']:.4g} to {one['high']:.4g}") for one in document["measured"]
-    ]
-    flags.terminal().show(document, lambda term: term.table(["measured", "median", "quartiles"], rows))
-    return 0
+    return flags.tell(lambda: calibrate_document(out, ranks=ranks), MEASURED)
 
 
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
@@ -232,11 +245,14 @@ def _explained(term: Terminal, doc: Mapping[str, Any]) -> None:
     for sentence in doc["summary"]:
         term.line(sentence)
     term.line(f"binds: {doc['binds']}")
-    total_s = sum(doc["breakdown_s"].values())
-    rows = [(name, f"{s:.4g}", f"{100 * s / total_s:.1f}") for name, s in doc["breakdown_s"].items()]
-    term.table(["part", "s", "%"], rows)
-    term.table(["memory", "GiB"], [(name, f"{gib:.4g}") for name, gib in doc["memory_gib_by_class"].items()])
+    seconds = {name: s if abs(s) > ROUNDING_S else 0.0 for name, s in doc["breakdown_s"].items()}
+    SHARES.print(term, [(name, s, 100 * s / sum(seconds.values())) for name, s in seconds.items()])
+    MEMORY.print(term, doc["memory_gib_by_class"].items())
     if "why_not" in doc:
         answer = doc["why_not"]
         asked = ", ".join(f"{name}={value}" for name, value in answer["degrees"].items())
         term.line(f"why not {asked}: {answer['verdict'].replace('_', ' ')}: {'; '.join(answer['because'])}")
+
+
+SHARES = Table(columns={"part": lambda row: row[0], "s": lambda row: f"{row[1]:.4g}", "%": lambda row: f"{row[2]:.1f}"})
+MEMORY = Table(columns={"memory": lambda row: row[0], "GiB": lambda row: f"{row[1]:.4g}"})

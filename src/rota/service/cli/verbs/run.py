@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import ago_s, amount, replicas, resources, shortened
 from rota.service.jobfile.problems import Problem
@@ -287,19 +287,7 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
     if estimate := estimate_text((report.get("explanation") or {}).get("estimate")):
         term.line(f"estimated start: {estimate}")
     where = _places(report)
-    term.table(
-        ["ROLE", "N", "EACH", "WHERE", "LOSING ONE"],
-        [
-            (
-                role["name"],
-                replicas(role),
-                resources(role["resources"]),
-                shortened(where.get(role["name"], [])),
-                role["blast_radius"]["text"].removeprefix(f"losing {role['name']}/0 "),
-            )
-            for role in report["roles"]
-        ],
-    )
+    PLANNED.print(term, [{**role, "where": shortened(where.get(role["name"], []))} for role in report["roles"]])
     for role in report["roles"]:
         if role["fixed_size"]:
             less, most = role["replicas"], role["replicas_max"]
@@ -310,6 +298,17 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
         term.line(f"note: {note}")
     gangs = [f"{gang['gang']} ({counted(len(gang['bundles']), 'slot')})" for gang in report["gangs"]]
     term.line(f"gangs: {', '.join(gangs)}")
+
+
+PLANNED = Table(
+    columns={
+        "ROLE": "name",
+        "N": replicas,
+        "EACH": lambda role: resources(role["resources"]),
+        "WHERE": "where",
+        "LOSING ONE": lambda role: role["blast_radius"]["text"].removeprefix(f"losing {role['name']}/0 "),
+    }
+)
 
 
 def _places(report: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -346,6 +345,9 @@ def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) ->
     """How a job ended: the document, or a line on stderr with the first failing instance."""
     if terminal.json:
         terminal.show(document, lambda _: None)
+        return
+    if terminal.quiet:
+        terminal.line(f"{document['id']} {document['state']}")
         return
     healed = document.get("failovers") or 0
     ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.verbs.formatting import age
 from rota.spec.errors import BadInput, Conflict, NotReachable
@@ -75,7 +75,7 @@ def down(
     jobs: Annotated[str, Parameter(help="leave: they continue at the next 'up'; cancel: stop all, of all users.")] = (
         "leave"
     ),
-    yes: Annotated[bool, Parameter(help="Cancel without asking.")] = False,
+    yes: Annotated[bool, Parameter(help="Cancel without a prompt.")] = False,
     force: Annotated[bool, Parameter(help="Wait for no job: those that run continue from their last commit.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -101,6 +101,7 @@ def down(
     if cancel and (users := live_by_user(settings)):
         of_users = ", ".join(f"{n} of {name}" for name, n in sorted(users.items(), key=lambda one: (-one[1], one[0])))
         confirm(f"cancel {counted(sum(users.values()), 'job')} ({of_users})", yes=yes)
+        terminal.note(f"cancelling {counted(sum(users.values()), 'job')} ({of_users}) ...")
     document = end(settings, jobs="cancel" if cancel else "leave", force=force)
     terminal.show(document, lambda term: term.line(_ended(document)))
     return 0 if document["state"] == "down" else 1
@@ -135,7 +136,7 @@ def status(
     known = flags.settings()
     if settings:
         document = _settings(flags, terminal)
-        terminal.show(document, lambda term: _settings_table(term, document))
+        terminal.show(document, lambda term: SETTINGS(term, document))
         return 0
     from rota.service.http import find_service
 
@@ -163,8 +164,7 @@ def _settings(flags: Flags, terminal: Terminal) -> Mapping[str, Any]:
     return flags.settings().document()
 
 
-def _settings_table(term: Terminal, document: Mapping[str, Any]) -> None:
-    term.table(["SETTING", "VALUE", "FROM"], [(one["name"], one["value"], one["origin"]) for one in document["items"]])
+SETTINGS = Table(columns={"SETTING": "name", "VALUE": "value", "FROM": "origin"})
 
 
 def _status(term: Terminal, doc: Mapping[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import amount, lasting
 from rota.spec.errors import BadInput
@@ -66,7 +67,7 @@ def run(
         raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
     costs |= {"sharing_speed": sharing_speed}
     given = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots, "costs": costs}
-    return flags.tell(lambda: sim_run(trace, vcs, profile, **given), _run)
+    return flags.tell(lambda: sim_run(trace, vcs, profile, **given), partial(_run, jobs=jobs))
 
 
 def compare(
@@ -137,7 +138,7 @@ def _positive(scale: float) -> None:
         raise BadInput(f"--scale {scale:g}: above 0, at most 10000")
 
 
-def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
+def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
     summary = doc["summary"]
     term.pairs(
         [
@@ -156,29 +157,75 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
         ]
     )
     term.line()
-    names = ("mean", "p50", "p95", "p99", "max")
-    rows = [(name[:-2], *(_seconds(summary[name], one) for one in names)) for name in ("wait_s", "response_s", "jct_s")]
-    term.table(["", *(name.upper() for name in names)], rows)
+    spreads = [{"": name.removesuffix("_s"), **summary[name]} for name in ("wait_s", "response_s", "jct_s")]
+    SPREADS.print(term, spreads)
     term.line()
-    term.table(
-        ["TENANT", "JOBS", "WAIT", "JCT", "DEVICE HOURS", "BORROWED HOURS"],
-        [
-            (
-                name,
-                one["jobs"],
-                _seconds(one["wait_s"], "mean"),
-                _seconds(one["jct_s"], "mean"),
-                f"{one['used_gpu_s'] / 3600:.1f}",
-                f"{one['borrowed_gpu_s'] / 3600:.1f}",
-            )
-            for name, one in doc["vcs"].items()
-        ],
-    )
+    TENANTS.print(term, [{"name": name, **one} for name, one in doc["vcs"].items()])
+    if jobs:
+        term.line()
+        JOBS(term, doc)
     never = doc["never_started"]
     for one in never[:NEVER_MAX]:
         term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
     if len(never) > NEVER_MAX:
         term.line(f"never started: {len(never) - NEVER_MAX} more; see --json")
+
+
+def _spread(field: str, name: str) -> Callable[[Any], str]:
+    """A cell: one figure of the spread of a field in seconds."""
+    return lambda one: _seconds(one[field], name)
+
+
+SPREADS = Table(
+    columns={
+        "": "",
+        **{
+            name.upper(): lambda one, name=name: lasting(one.get(name)) if one.get(name) is not None else ""
+            for name in ("mean", "p50", "p95", "p99", "max")
+        },
+    }
+)
+TENANTS = Table(
+    columns={
+        "TENANT": "name",
+        "JOBS": "jobs",
+        "WAIT": _spread("wait_s", "mean"),
+        "JCT": _spread("jct_s", "mean"),
+        "DEVICE HOURS": lambda one: f"{one['used_gpu_s'] / 3600:.1f}",
+        "BORROWED HOURS": lambda one: f"{one['borrowed_gpu_s'] / 3600:.1f}",
+    }
+)
+JOBS = Table(
+    columns={
+        "JOB": "job_id",
+        "TENANT": "vc",
+        "GPUS": lambda one: amount(one["gpus"]),
+        "STATE": "state",
+        "SUBMITTED": lambda one: lasting(one["submit_s"]),
+        "WAIT": lambda one: lasting(one["wait_s"]),
+        "JCT": lambda one: lasting(one["jct_s"]),
+        "PREEMPTIONS": "preemptions",
+    },
+    rows=lambda doc: doc["jobs"],
+)
+COMPARED = Table(
+    columns={
+        "PROFILE": "profile",
+        "DONE": lambda one: f"{one['summary']['finished']} of {one['summary']['jobs']}",
+        "WAIT MEAN": lambda one: _seconds(one["summary"]["wait_s"], "mean"),
+        "WAIT P99": lambda one: _seconds(one["summary"]["wait_s"], "p99"),
+        "JCT MEAN": lambda one: _seconds(one["summary"]["jct_s"], "mean"),
+        "UTILISATION": lambda one: _percent(one["summary"]["utilisation"]),
+        "LATER": lambda one: one["vs_baseline"]["later_jobs"],
+        "LATER GUARANTEED": lambda one: one["vs_baseline"]["later_guaranteed"],
+        "EARLIER": lambda one: one["vs_baseline"]["earlier_jobs"],
+    },
+    extra=("UTILISATION", "LATER GUARANTEED", "WAIT P99"),
+)
+FILL = Table(
+    columns={"ASKED %": lambda one: one[0], "GIVEN %": lambda one: f"{one[1]:.2f}"},
+    rows=lambda doc: doc["allocation_percent"].items(),
+)
 
 
 def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -198,23 +245,8 @@ def _percent(ratio: float | None) -> str:
 
 
 def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.table(
-        ["PROFILE", "DONE", "WAIT MEAN", "WAIT P99", "JCT MEAN", "UTILISATION", "LATER", "LATER GUARANTEED", "EARLIER"],
-        [
-            (
-                f"{name} (baseline)" if name == doc["baseline"] else name,
-                f"{one['summary']['finished']} of {one['summary']['jobs']}",
-                _seconds(one["summary"]["wait_s"], "mean"),
-                _seconds(one["summary"]["wait_s"], "p99"),
-                _seconds(one["summary"]["jct_s"], "mean"),
-                _percent(one["summary"]["utilisation"]),
-                one["vs_baseline"]["later_jobs"],
-                one["vs_baseline"]["later_guaranteed"],
-                one["vs_baseline"]["earlier_jobs"],
-            )
-            for name, one in doc["profiles"].items()
-        ],
-    )
+    label = {doc["baseline"]: f"{doc['baseline']} (baseline)"}
+    COMPARED.print(term, [{"profile": label.get(name, name), **one} for name, one in doc["profiles"].items()])
 
 
 def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -227,5 +259,4 @@ def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
 def _fill(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.line(f"{doc['policy']}, seed {doc['seed']}: {counted(doc['nodes'], 'node')}, {counted(doc['gpus'], 'device')}")
     term.line(f"{doc['arrived']} tasks, {doc['dropped']} dropped, {doc['tasks_per_s'] or 0:.0f} a second")
-    shown = doc["allocation_percent"]
-    term.table(["ASKED %", "GIVEN %"], [(asked, f"{given:.2f}") for asked, given in shown.items()])
+    FILL(term, doc)

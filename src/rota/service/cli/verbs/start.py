@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from rota.service.cli.output import Table
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.templates import about, template_files, template_names
 from rota.spec.errors import BadInput, Conflict, unknown
@@ -16,7 +17,7 @@ def init(
     template: Annotated[str, Parameter(help="ddp, torchrun, sft, ppo, online, multimodal.")] = "",
     *,
     dir_: Annotated[Path | None, Parameter(name="--dir", help="Where to put it; default: ./TEMPLATE.")] = None,
-    force: Annotated[bool, Parameter(help="Write over files that are there.")] = False,
+    force: Annotated[bool, Parameter(help="Overwrite existing files.")] = False,
     list_: Annotated[bool, Parameter(name="--list", help="Show the templates.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -29,9 +30,9 @@ def init(
     terminal = flags.terminal()
     names = template_names()
     if list_ or not template:
-        rows = [(name, about(name)) for name in names]
-        document = {"kind": "TemplateList", "items": [{"name": o, "text": text} for o, text in rows], "next": None}
-        return flags.tell(lambda: document, lambda term, _: term.table(["TEMPLATE", "WHAT"], rows))
+        rows = [{"name": name, "text": about(name)} for name in names]
+        document = {"kind": "TemplateList", "items": rows, "next": None}
+        return flags.tell(lambda: document, Table(columns={"TEMPLATE": "name", "WHAT": "text"}))
     if template not in names:
         raise unknown(f"no template {template!r}", template, names, "templates")
     folder = (dir_ or Path(template)).expanduser()
@@ -42,7 +43,8 @@ def init(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            here = text.replace("rota run job.yaml", f"rota run {folder / 'job.yaml'}")
+            (folder / name).write_text(here, encoding="utf-8")
     except OSError as exc:
         raise BadInput(f"{exc.filename}: {exc.strerror}") from exc
     written = [str(folder / name) for name in files]

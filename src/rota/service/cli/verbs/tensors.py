@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import amount, lasting, size
 from rota.spec.resources import counted
@@ -16,7 +16,7 @@ NAMESPACE = Annotated[str, Parameter(name=["-n", "--namespace"], help="Namespace
 
 
 def ls(
-    prefix: Annotated[str, Parameter(help="Only names that begin so.")] = "",
+    prefix: Annotated[str, Parameter(help="Only names with this prefix.")] = "",
     *,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
@@ -29,19 +29,25 @@ def ls(
     """
     from rota.service.views.tensor_documents import tensor_list
 
-    return flags.tell(lambda: tensor_list(prefix, namespace=namespace), _rows)
+    return flags.tell(lambda: tensor_list(prefix, namespace=namespace), TENSORS)
 
 
-def _rows(term: Terminal, document: Mapping[str, Any]) -> None:
-    columns = ["NAME", "VERSION", "STEP", "DTYPE", "SHAPE", "BYTES", "LEASES", "OWNER", "STATE", "AGE"]
-    plain = ("name", "version", "step", "dtype", "shape", "bytes", "leases", "owner", "state")
-    rows = [(*(shown[key] for key in plain), lasting(shown["age_s"])) for shown in map(_shown, document["items"])]
-    term.table(columns, rows, empty="no tensors")
-
-
-def _shown(one: dict[str, Any]) -> dict[str, Any]:
-    shape = "x".join(map(str, one["shape"] or ()))
-    return one | {"dtype": one["dtype"] or one["kind"], "shape": shape, "bytes": size(one["bytes"])}
+TENSORS = Table(
+    columns={
+        "NAME": "name",
+        "VERSION": "version",
+        "STEP": "step",
+        "DTYPE": lambda one: one["dtype"] or one["kind"],
+        "SHAPE": lambda one: "x".join(map(str, one["shape"] or ())),
+        "BYTES": lambda one: size(one["bytes"]),
+        "LEASES": "leases",
+        "OWNER": "owner",
+        "STATE": "state",
+        "AGE": lambda one: lasting(one["age_s"]),
+    },
+    empty="no tensors",
+    extra=("AGE", "STEP", "OWNER"),
+)
 
 
 def stat(
@@ -73,7 +79,7 @@ def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def top(
-    count: Annotated[int, Parameter(help="How many names.")] = 20,
+    count: Annotated[int, Parameter(help="Maximum number of names to list.")] = 20,
     *,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
@@ -86,15 +92,19 @@ def top(
     """
     from rota.service.views.tensor_documents import tensor_top
 
-    return flags.tell(lambda: tensor_top(max(1, count), namespace=namespace), _largest)
+    return flags.tell(lambda: tensor_top(max(1, count), namespace=namespace), LARGEST)
 
 
-def _largest(term: Terminal, document: Mapping[str, Any]) -> None:
-    rows = [
-        (one["name"], size(one["bytes"]), size(one["doomed_bytes"]), one["versions"], one["leases"])
-        for one in document["items"]
-    ]
-    term.table(["NAME", "BYTES", "ONLY HELD BY OLD READERS", "VERSIONS", "LEASES"], rows, empty="no tensors")
+LARGEST = Table(
+    columns={
+        "NAME": "name",
+        "BYTES": lambda one: size(one["bytes"]),
+        "ONLY HELD BY OLD READERS": lambda one: size(one["doomed_bytes"]),
+        "VERSIONS": "versions",
+        "LEASES": "leases",
+    },
+    empty="no tensors",
+)
 
 
 def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
@@ -125,7 +135,7 @@ def _checks(term: Terminal, document: Mapping[str, Any]) -> None:
 
 def gc(
     *,
-    dry_run: Annotated[bool, Parameter(help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Only show what would be removed.")] = False,
     every: Annotated[bool, Parameter(name="--all", negative="", help="All namespaces of this registry.")] = False,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
@@ -170,7 +180,7 @@ def _broken(document: Mapping[str, Any]) -> bool:
 
 def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
     for one in doc["violations"]:
-        term.line(f"{one['rule']} {one['object']}: {one['detail']}{' (mended)' if one['repaired'] else ''}")
+        term.line(f"{one['rule']} {one['object']}: {one['detail']}{' (repaired)' if one['repaired'] else ''}")
     if text := doc.get("text"):
         term.line(text)
     term.line(f"{amount(doc['checked'])} checked, {counted(len(doc['violations']), 'violation')}")
@@ -178,7 +188,7 @@ def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 def recover(
     *,
-    dry_run: Annotated[bool, Parameter(help="Only say what would come back.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Only show what would be restored.")] = False,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:

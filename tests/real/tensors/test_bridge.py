@@ -1,4 +1,4 @@
-"""The door: commands by bare Redis lists, a C program, bad input, leases that end with their time."""
+"""The bridge: commands by bare Redis lists, a C program, bad input, leases that end with their time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.real.tensors.crew import Crew, wait_until
 
 import rota.tensors
 from rota.runtime.redis.client import RedisClient
-from rota.tensors import bridge as door_module
+from rota.tensors import bridge as bridge_module
 from rota.tensors.api.store import Plane
 from rota.tensors.bridge import Bridge
 
-pytest.importorskip("torch")  # the door reads as torch: it is loaded before the first client waits
+pytest.importorskip("torch")  # the bridge reads as torch: it is loaded before the first client waits
 
-PROGRAM = Path(__file__).parents[3] / "examples" / "tensor_door" / "door.c"
+PROGRAM = Path(__file__).parents[3] / "examples" / "tensor_client" / "client.c"
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -36,7 +36,7 @@ def plane(tensor_home: Path) -> Iterator[Plane]:
 
 
 @pytest.fixture
-def door(plane: Plane) -> Iterator[Bridge]:
+def bridge(plane: Plane) -> Iterator[Bridge]:
     stop, served = threading.Event(), Bridge(plane)
     thread = threading.Thread(target=served.run, args=(stop,))
     thread.start()
@@ -47,7 +47,7 @@ def door(plane: Plane) -> Iterator[Bridge]:
 
 
 @pytest.fixture
-def ask(plane: Plane, door: Bridge) -> Iterator[Ask]:
+def ask(plane: Plane, bridge: Bridge) -> Iterator[Ask]:
     redis = RedisClient(plane.address)
 
     def exchange(raw: str = "", prefix: str = "", **words: Any) -> dict[str, Any]:
@@ -62,11 +62,11 @@ def bytes_at(reply: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.memmap(reply["seg"], np.uint8, "r+", reply["offset"], (reply["bytes"],))
 
 
-def test_a_c_program_creates_gets_and_deletes(plane: Plane, door: Bridge, tmp_path: Path) -> None:
+def test_a_c_program_creates_gets_and_deletes(plane: Plane, bridge: Bridge, tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler on PATH (cc, gcc)")
-    binary = tmp_path / "door"
+    binary = tmp_path / "client"
     subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", binary, PROGRAM], check=True, timeout=60)
 
     def run(op: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,7 @@ def test_bad_commands_are_refused_by_name(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("given", [7, 1.5, True, "a b", "x" * 65, "half \ud800"])
-def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, door: Bridge, given: object) -> None:
+def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, bridge: Bridge, given: object) -> None:
     redis = RedisClient(plane.address)
     redis.call("LPUSH", "tensor:cmd", json.dumps({"op": "renew", "id": given}))
     where = given.replace("\ud800", "?") if isinstance(given, str) else json.dumps(given)
@@ -148,24 +148,24 @@ def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, d
     reply = json.loads(popped[1])
     assert (reply["id"], reply["ok"], reply["error"]) == (where, False, "INVALID")
     assert reply["message"].startswith("id: ")
-    assert door.refused == 1
+    assert bridge.refused == 1
     redis.close()
 
 
 def test_noise_is_counted_and_a_flood_is_turned_away(
-    plane: Plane, door: Bridge, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, bridge: Bridge, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis = RedisClient(plane.address)
     noise = ["", "{", "[1]", "[" * 5000, '{"id":{},"op":"get"}', b"\xff\xfe", "x" * 70_000]
     redis.call("LPUSH", "tensor:cmd", *noise)
     assert ask(op="renew")["ok"]
-    assert door.refused == len(noise)
-    monkeypatch.setattr(door_module, "WAITING_MAX", -1)
+    assert bridge.refused == len(noise)
+    monkeypatch.setattr(bridge_module, "WAITING_MAX", -1)
     assert ask(op="renew")["error"] == "LIMIT_EXCEEDED"
     redis.close()
 
 
-def test_a_door_is_ready_before_the_first_command_comes(plane: Plane, actors: Crew) -> None:
+def test_a_bridge_is_ready_before_the_first_command_comes(plane: Plane, actors: Crew) -> None:
     """To load torch takes seconds, for which whoever sent the command would wait."""
     code = """
         import sys

@@ -1,10 +1,10 @@
-/* A client of the tensor door in plain C: the registry by its socket, the bytes by mmap; no library is needed.
+/* A client of the tensor bridge in plain C: the registry by its socket, the bytes by mmap; no library is needed.
  *
- *     cc -o door examples/tensor_door/door.c
+ *     cc -o client examples/tensor_client/client.c
  *     rota tensors door &                     # says where the socket is
- *     ./door SOCKET create NAME               # a 2 x 3 tensor of 0 1 2 3 4 5, published in place
- *     ./door SOCKET get NAME                  # prints its numbers
- *     ./door SOCKET delete NAME
+ *     ./client SOCKET create NAME             # a 2 x 3 tensor of 0 1 2 3 4 5, published in place
+ *     ./client SOCKET get NAME                # prints its numbers
+ *     ./client SOCKET delete NAME
  */
 #include <fcntl.h>
 #include <stdarg.h>
@@ -53,7 +53,7 @@ static void hear(FILE *redis, char *out) {
     long size = atol(line + 1);
     if (line[0] == '-') fail("the registry", line);
     if (line[0] == '*') {
-        if (size < 0) fail("the door", "did not answer in time");
+        if (size < 0) fail("the bridge", "did not answer in time");
         for (long i = 0; i < size; i++) hear(redis, out);
     } else if (line[0] == '$') {
         if (size < 0 || size + 2 >= REPLY_BYTES_MAX) fail("the registry", "an answer of unexpected size");
@@ -62,7 +62,7 @@ static void hear(FILE *redis, char *out) {
     }
 }
 
-/* Where the value of a key begins in a reply. The door writes plain JSON with one space after each colon. */
+/* Where the value of a key begins in a reply. The bridge writes plain JSON with one space after each colon. */
 static const char *value(const char *reply, const char *key) {
     char mark[64];
     snprintf(mark, sizeof mark, "\"%s\": ", key);
@@ -101,7 +101,7 @@ static float *map(const char *reply, size_t *count) {
 int main(int argc, char **argv) {
     static char reply[REPLY_BYTES_MAX];
     size_t count;
-    if (argc != 4) fail("usage", "door SOCKET create|get|delete NAME");
+    if (argc != 4) fail("usage", "client SOCKET create|get|delete NAME");
     FILE *redis = dial(argv[1]);
     const char *op = argv[2], *name = argv[3];
     if (!strcmp(op, "create")) {

@@ -151,7 +151,7 @@ def test_a_message_over_the_limit_is_refused_where_it_is_made() -> None:
 
 
 def test_the_service_side_of_the_runtime_runs_where_ray_is_not_installed() -> None:
-    modules = ("ray.engine", "ray.gateway", "ray.client", "process", "node", "devices", "launcher")
+    modules = ("ray.engine", "ray.gateway", "ray.client", "process", "node", "probe", "launcher")
     code = "import sys; sys.modules['ray'] = None; sys.modules['torch'] = None\n"
     code += "\n".join(f"import rota.runtime.{module}" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)

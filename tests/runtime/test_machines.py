@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rota.runtime.ray import machines
 from rota.runtime.ray.engine import HOST_LABEL
-from rota.runtime.ray.machines import Machines
+
+if TYPE_CHECKING:  # Ray reads its environment when it is imported, which real tests of the same session set first
+    from rota.runtime.ray.machines import Machines
 
 
 def row(identity: str, name: str = "", *, alive: bool = True) -> dict[str, Any]:
@@ -18,6 +19,8 @@ def row(identity: str, name: str = "", *, alive: bool = True) -> dict[str, Any]:
 
 
 def looks(ask: Callable[[str], Awaitable[bool]], body: Callable[[Machines], Awaitable[None]]) -> None:
+    from rota.runtime.ray.machines import Machines
+
     async def says(one: Mapping[str, Any]) -> dict[str, Any]:
         return {"host": one["Labels"][HOST_LABEL], "id": one["NodeID"]} if await ask(one["NodeID"]) else {}
 
@@ -29,7 +32,7 @@ async def yes(_: str) -> bool:
 
 
 def test_a_machine_that_hangs_is_asked_once_lives_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "LOOK_S", 0.02)
+    monkeypatch.setattr("rota.runtime.ray.machines.LOOK_S", 0.02)
     answer, asked = asyncio.Event(), list[str]()
 
     async def ask(identity: str) -> bool:

@@ -666,8 +666,8 @@ def test_a_pipe_gets_no_colour_and_both_ways_to_start_agree() -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv=['rota','--help'];\n"
-        "from rota.service import cli\n"
-        "try:\n cli.main()\nexcept SystemExit: pass\n"
+        "from rota.service.cli import app\n"
+        "try:\n app.main()\nexcept SystemExit: pass\n"
         "heavy={'torch','ray','fastapi','sqlalchemy','httpx','numpy','pydantic','ruamel.yaml'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )

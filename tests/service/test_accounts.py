@@ -607,6 +607,17 @@ def test_what_is_not_there_or_not_allowed_is_refused_and_changes_nothing(
     with_town(tmp_path, test)
 
 
+def test_an_admin_sees_the_tokens_of_everybody_and_a_user_those_of_its_own(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        async def users(name: str) -> set[str]:
+            return {one["user"] for one in (await town.who[name].get("/api/v1/tokens")).json()["items"]}
+
+        assert await users("local") >= set(USERS)
+        assert [await users(name) for name in ("ann", "quinn", "vera")] == [{"ann"}, {"quinn"}, {"vera"}]
+
+    with_town(tmp_path, test)
+
+
 def test_the_log_says_whose_secret_was_set_and_removed_and_never_its_value(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         before = town.service.log.last_number()

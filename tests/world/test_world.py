@@ -86,6 +86,14 @@ def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch
     assert any(finds(bug, seed) for seed in range(BUG_SEEDS_MAX)), f"not found: {bug.plant.__doc__}"
 
 
+def test_what_every_planted_bug_breaks_is_there_to_be_broken(monkeypatch: pytest.MonkeyPatch):
+    """A rename that leaves a plant without its function is seen by the fast tests, too."""
+    for bug in BUGS:
+        with monkeypatch.context() as patch:
+            bug.plant(patch)
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 30
+
+
 def finds(bug: Bug, seed: int) -> bool:
     try:
         play(seed, bug.swarm, log=bug.log)

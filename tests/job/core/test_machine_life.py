@@ -316,6 +316,21 @@ def test_a_new_size_takes_effect_with_the_next_attempt(driven):
     assert driven.ctx.instances[at("reward/2")].state is InstanceState.READY
 
 
+def test_a_master_that_says_twice_that_it_began_stays_attached(driven):
+    driven.run(rl())
+    driven.feed(MasterStarted(master_epoch=driven.ctx.master_epoch, pid=1))
+    assert driven.ctx.attached and ids(wanted(driven.ctx)) == ["run/loop/0/1"]
+    driven.feed(MasterStarted(master_epoch=Epoch(driven.ctx.master_epoch + 1), pid=2))
+    assert not driven.ctx.attached and wanted(driven.ctx) == ()
+
+
+def test_a_context_that_another_version_wrote_is_not_read(driven):
+    driven.run(rl())
+    raw = driven.ctx.to_json()
+    with pytest.raises(ValueError, match="snapshot version 0, this code reads"):
+        JobContext.from_json({**raw, "version": 0})
+
+
 BROKEN = {
     "a transition that is not declared": lambda ctx, event: replace(ctx, state=JobState.PAUSED),
     "a conclusion that is not drawn": lambda ctx, event: replace(

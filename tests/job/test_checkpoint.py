@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from tests.makers import at
 
-from rota.job.checkpoint import Cadence, file_of, find, folder_of, prune, read, write
+from rota.job.checkpoint import CheckpointTimer, file_of, find, folder_of, prune, read, write
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
 from rota.spec.job import Checkpoint
 
 
-def cadence(every: str) -> Cadence:
-    return Cadence.of(Checkpoint(every=every), 0.0)
+def cadence(every: str) -> CheckpointTimer:
+    return CheckpointTimer.of(Checkpoint(every=every), 0.0)
 
 
 def test_every_n_commits_counts_commits_and_not_time() -> None:
@@ -44,7 +44,7 @@ def test_auto_follows_the_cost_within_its_bounds() -> None:
 
 
 def test_a_hurried_one_is_written_without_a_cadence_too_and_takes_half_of_the_time_at_most() -> None:
-    due = Cadence.of(None, 0.0)
+    due = CheckpointTimer.of(None, 0.0)
     assert not due.due(1, 1e9)
     due.hurry()
     assert due.due(2, 5.0)

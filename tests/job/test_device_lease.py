@@ -36,7 +36,7 @@ class World:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.launcher = Launcher(self._answer)
-        self.courier = RpcClient(
+        self.rpc = RpcClient(
             job=JOB,
             spec=SPEC,
             launcher=self.launcher,  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ class World:
             caller=at("loop/0"),
         )
         self.table(1)
-        self.turns = DeviceLease(SPEC, self.courier, partial(self.courier.call, loop_epoch=EPOCH))
+        self.turns = DeviceLease(SPEC, self.rpc, partial(self.rpc.call, loop_epoch=EPOCH))
 
     def table(self, version: int, **epochs: int) -> None:
         peers = [
@@ -60,7 +60,7 @@ class World:
             for name in ("actor", "ref", "free")
             for rank in range(1 if name == "free" else 2)
         ]
-        self.courier.update(PeerTable(version=version, peers=tuple(peers)))
+        self.rpc.update(PeerTable(version=version, peers=tuple(peers)))
 
     async def _answer(self, instance: str, request: Request) -> Any:
         self.asked.append(f"{instance}.{request.op}")
@@ -73,7 +73,7 @@ class World:
         found = of.interface.op("work") if of.interface else None
         assert found is not None
         async with self.turns.of(of):
-            await self.courier.call(of, found, (), {}, loop_epoch=EPOCH)
+            await self.rpc.call(of, found, (), {}, loop_epoch=EPOCH)
 
     def begun(self) -> list[str]:
         """Roles and operations in the order of their first member."""
@@ -155,4 +155,4 @@ def test_what_works_all_the_time_cannot_take_turns() -> None:
 @pytest.mark.parametrize("share", ["fraction", None])
 def test_roles_that_are_resident_together_take_no_turns(share: str | None) -> None:
     both = (service("a", 1, op("work")), service("b", 1, op("work"), collocate=(near("a", share=share),)))
-    assert DeviceLease(spec(*both), World().courier, None)._devices == {}  # type: ignore[arg-type]
+    assert DeviceLease(spec(*both), World().rpc, None)._devices == {}  # type: ignore[arg-type]

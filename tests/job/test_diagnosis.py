@@ -8,9 +8,9 @@ from dataclasses import replace
 from tests.makers import JOB, at, command, loop, mesh, service, spec
 from tests.makers import fail as contract
 
-from rota.job.core.context import Instance, JobContext, Process
+from rota.job.core.context import InstanceRecord, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.core.progress import Wait
+from rota.job.core.progress import WaitEdge
 from rota.job.health.heartbeat import SETTING_UP, Heartbeat, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager, sentence
 from rota.job.master.master import Rendezvous
@@ -31,7 +31,7 @@ class Bench:
         roles = roles or (mesh("actor", 2, fail=FAIL), service("reward", 1, fail=FAIL), loop(fail=FAIL))
         job = spec(*roles)
         ready = [
-            Instance(id=one, state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
+            InstanceRecord(id=one, state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
             for one in expand(job).instances
         ]
         self.clock = VirtualClock()
@@ -41,7 +41,7 @@ class Bench:
 
     def say(self, name: str, *waits: tuple[str, str], **fields) -> None:
         one, age_s = at(name), fields.get("still_s", fields.get("idle_s", 0.0))
-        told = tuple(Wait(source=name, target=target, kind=kind, age_s=age_s) for target, kind in waits)  # type: ignore[arg-type]
+        told = tuple(WaitEdge(source=name, target=target, kind=kind, age_s=age_s) for target, kind in waits)  # type: ignore[arg-type]
         beat = Heartbeat(
             role=one.role, rank=one.rank, epoch=Epoch(1), started_epoch=Epoch(1), pid=7, waits=told, **fields
         )
@@ -196,17 +196,17 @@ def test_a_role_without_one_that_is_ready_is_waited_for_as_a_whole_and_its_recov
 
 def test_waits_and_steps_of_a_process_are_told_by_its_pulse() -> None:
     clock = VirtualClock()
-    pulse = ProgressMarks(clock)
-    with pulse.running("loop"), pulse.waiting.on("reward/0", "call", "score"):
+    marks = ProgressMarks(clock)
+    with marks.running("loop"), marks.waiting.on("reward/0", "call", "score"):
         clock.advance(3.0)
-        beat = pulse.read(Heartbeat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7))
+        beat = marks.read(Heartbeat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7))
         assert [(one.source, one.target, one.what, one.age_s) for one in beat.waits] == [
             ("loop/0", "reward/0", "score", 3.0)
         ]
         for n in range(1, 6):
             clock.advance(2.0)
-            pulse.mark(n)
-    after = pulse.read(beat)
+            marks.mark(n)
+    after = marks.read(beat)
     assert (after.waits, after.steps, after.step_s) == ((), 5, 2.0)
     assert after.calls == (("call", "reward", "score", 1, 0, 13.0, 0),)
 

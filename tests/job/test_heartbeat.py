@@ -10,7 +10,7 @@ import pytest
 from tests.makers import JOB, at, service, spec
 from tests.makers import fail as contract
 
-from rota.job.core.context import Instance, JobContext, Process
+from rota.job.core.context import InstanceRecord, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.health.heartbeat import Failure, Heartbeat, HeartbeatAnswer, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager
@@ -26,7 +26,9 @@ EMPTY = Heartbeat(role=at("a/0").role, rank=0, epoch=Epoch(1), started_epoch=Epo
 
 def ready(progress_s: float = 30.0) -> JobContext:
     job = spec(service("a", 1, fail=contract(progress_s=progress_s)))
-    one = Instance(id=at("a/0"), state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
+    one = InstanceRecord(
+        id=at("a/0"), state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7)
+    )
     return replace(JobContext(job=JOB), spec=job, graph=expand(job), instances={one.id: one})
 
 
@@ -42,42 +44,42 @@ def test_a_beat_and_its_answer_survive_their_json() -> None:
 
 def test_nothing_running_is_not_idle() -> None:
     clock = VirtualClock()
-    pulse = ProgressMarks(clock)
+    marks = ProgressMarks(clock)
     clock.advance(1000)
-    assert pulse.read(EMPTY).idle_s == 0
+    assert marks.read(EMPTY).idle_s == 0
 
 
 def test_collectives_of_any_group_are_marks_and_their_place_alone_is_none() -> None:
     clock = VirtualClock()
-    pulse = ProgressMarks(clock)
-    with pulse.running("command"):
+    marks = ProgressMarks(clock)
+    with marks.running("command"):
         for n in (1, 2, 5):
             clock.advance(10)
-            pulse.collectives = lambda n=n: Collectives(entered=1, activity=n)
-            assert (pulse.read(EMPTY).idle_s, pulse.read(EMPTY).progress_n) == (0, 0)
+            marks.collectives = lambda n=n: Collectives(entered=1, activity=n)
+            assert (marks.read(EMPTY).idle_s, marks.read(EMPTY).progress_n) == (0, 0)
         clock.advance(10)
-        pulse.collectives = lambda: Collectives(entered=1, activity=5, inside="barrier")
-        assert pulse.read(EMPTY).idle_s == 10
+        marks.collectives = lambda: Collectives(entered=1, activity=5, inside="barrier")
+        assert marks.read(EMPTY).idle_s == 10
 
 
 def test_idle_counts_from_the_last_mark_of_what_runs_and_not_through_quiet_spans() -> None:
     clock = VirtualClock()
-    pulse = ProgressMarks(clock)
+    marks = ProgressMarks(clock)
     clock.advance(50)
-    with pulse.running("update"):
+    with marks.running("update"):
         clock.advance(10)
-        assert pulse.read(EMPTY).idle_s == 10
-        pulse.mark(5, "steps")
+        assert marks.read(EMPTY).idle_s == 10
+        marks.mark(5, "steps")
         clock.advance(2)
-        found = pulse.read(EMPTY)
+        found = marks.read(EMPTY)
         assert (found.idle_s, found.progress_n, found.progress_unit, found.busy) == (2, 5, "steps", ("update",))
-        with pulse.quiet("checkpoint", max_s=20):
+        with marks.quiet("checkpoint", max_s=20):
             clock.advance(15)
-            assert (pulse.read(EMPTY).idle_s, pulse.read(EMPTY).quiet) == (0, "checkpoint")
+            assert (marks.read(EMPTY).idle_s, marks.read(EMPTY).quiet) == (0, "checkpoint")
             clock.advance(6)
-            assert pulse.read(EMPTY).idle_s == 23, "a silence longer than declared is none"
-        assert pulse.read(EMPTY).idle_s == 0
-    assert pulse.read(EMPTY).busy == ()
+            assert marks.read(EMPTY).idle_s == 23, "a silence longer than declared is none"
+        assert marks.read(EMPTY).idle_s == 0
+    assert marks.read(EMPTY).busy == ()
 
 
 def test_an_instance_is_given_up_after_80_s_without_a_beat_once_an_epoch() -> None:

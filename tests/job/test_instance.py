@@ -125,12 +125,12 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
         assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
         assert await instance.call(head("a", "work"), 5) == (5, 1)
         assert await instance.call(head("a", "work"), 5) == (5, 1), "a repeated call id gets the first answer"
-        body: Any = instance._body
+        body: Any = instance._runner
         assert body._formed.object.threads == {threading.get_ident()}, "no other thread was asked"
         # The table tells of a newer loop before its first call does.
         await instance.peers(PeerTable(version=1, loop_epoch=Epoch(5)).to_json())
         async with asyncio.timeout(LIMIT_S):
-            while instance._config.courier.table.version < 1:
+            while instance._config.rpc.table.version < 1:
                 await asyncio.sleep(0.001)
         fenced = await instance.call(head("b", "work"), 5)
         assert isinstance(fenced, Refusal) and fenced.kind == "stale" and "fenced by 5" in fenced.text

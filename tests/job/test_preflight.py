@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rota.job.core.progress import Verdict
-from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
+from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, findings_for, pairwise, quick
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import fake_devices
 from rota.spec.reasons import Reason
@@ -103,8 +103,11 @@ def test_of_a_mesh_the_one_that_is_late_is_the_slowest_and_the_one_that_sends_wr
     assert all(one == [late, wrong] for one in others), "all of them judge alike"
     assert max(late.slow, key=lambda n: late.slow[n]) == 3 and late.faulty == ()
     assert wrong.faulty == (0,)
-    assert [len(told_of(late, 3, exclude=exclude)) for exclude in (False, True)] == [0, 1]
-    assert told_of(wrong, 0, exclude=False)[0].reason is Reason.NODE_SUSPECT and told_of(wrong, 1, exclude=False) == []
+    assert [len(findings_for(late, 3, exclude=exclude)) for exclude in (False, True)] == [0, 1]
+    assert (
+        findings_for(wrong, 0, exclude=False)[0].reason is Reason.NODE_SUSPECT
+        and findings_for(wrong, 1, exclude=False) == []
+    )
 
 
 def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(

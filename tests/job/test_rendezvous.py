@@ -15,7 +15,7 @@ from rota.job.health import preflight
 from rota.job.health.heartbeat import HeartbeatAnswer
 from rota.job.instance import instance
 from rota.job.instance.instance import Instance
-from rota.job.instance.runners import Meeting, Setup
+from rota.job.instance.runners import ProcessGroup, Setup
 from rota.job.rpc.peers import JobPlace
 from rota.runtime.launcher import Call
 from rota.runtime.node import group_backend
@@ -44,7 +44,7 @@ def member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a device here")
 def test_a_member_with_pretend_devices_meets_and_sums_over_gloo(member: Instance) -> None:
-    meeting = Meeting(member._config, Setup(epoch=Epoch(1), world=1, restore=0))
+    meeting = ProcessGroup(member._config, Setup(epoch=Epoch(1), world=1, restore=0))
     try:
         group, numbers = meeting.make(), torch.ones(3)
         dist.all_reduce(numbers, group=group)

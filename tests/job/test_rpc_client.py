@@ -65,7 +65,7 @@ def op(send: Any, recv: Any = None, **fields: Any) -> OpSpec:
     return OpSpec(name="work", **texts, **fields)
 
 
-def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> tuple[RpcClient, Launcher]:
+def rpc(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> tuple[RpcClient, Launcher]:
     launcher = Launcher(answer)
     job = spec(role, loop(), **fields)
     made = RpcClient(job=JOB, spec=job, launcher=launcher, clock=SystemClock(), caller=at("loop/0"))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ async def echo(instance: str, request: Request) -> Any:
 def test_a_sharded_call_goes_to_every_member_and_comes_back_joined() -> None:
     async def main() -> None:
         role = service("w", 2, mesh=(("dp", 2),))
-        made, launcher = courier(role, echo, table(2))
+        made, launcher = rpc(role, echo, table(2))
         batch = {"x": np.arange(5)}
         out = await made.call(role, op(Shard("dp", "repeat"), Concat("dp")), (batch,), {})
         assert np.array_equal(out["x"], batch["x"])
@@ -106,7 +106,7 @@ def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> Non
             return request.args[0] * 10
 
         role = service("w", 2)
-        made, launcher = courier(role, slow, table(2))
+        made, launcher = rpc(role, slow, table(2))
         assert await each(made, role, list(range(40))) == [i * 10 for i in range(40)]
         per = Counter(instance for instance, _ in launcher.calls)
         assert per["w/1"] > 2 * per["w/0"], "the fast one does more"
@@ -129,7 +129,7 @@ def test_what_cannot_be_pickled_is_an_error_that_names_the_operation_and_the_par
 
     async def main() -> None:
         role = service("w", 1)
-        made, launcher = courier(role, refuses, table(1))
+        made, launcher = rpc(role, refuses, table(1))
         with pytest.raises(CallFailed if answer else BadInput) as failed:
             await made.call(role, op(Same), (1, {"a": Batch()}), {})
         where = "w/0.work: its result" if answer else "w.work: args[1]['a'].rows[1]['lock']"
@@ -151,7 +151,7 @@ def test_an_item_of_a_dead_instance_goes_to_another_one() -> None:
             return (instance, request.args[0])
 
         role = service("w", 2)
-        made, launcher = courier(role, answer, table(2))
+        made, launcher = rpc(role, answer, table(2))
         assert await each(made, role, [1, 2, 3]) == [("w/1", i) for i in (1, 2, 3)]
         ids = [request.call_id for _, request in launcher.calls]
         assert len(set(ids)) == 3, "the item keeps its call id when it is sent again"
@@ -167,7 +167,7 @@ def test_a_safe_call_to_a_dead_member_waits_for_its_new_epoch() -> None:
             return request.epoch
 
         role = service("w", 1)
-        made, launcher = courier(role, answer, table(1))
+        made, launcher = rpc(role, answer, table(1))
         call = asyncio.create_task(made.call(role, op(Same), ("x",), {}))
         while not launcher.calls:
             await asyncio.sleep(0)
@@ -183,7 +183,7 @@ def test_a_safe_call_to_a_dead_member_waits_for_its_new_epoch() -> None:
 def test_a_call_of_a_loop_that_is_over_is_not_sent_to_who_came_back(first: str) -> None:
     async def main() -> None:
         role = service("w", 1)
-        made, launcher = courier(role, echo, table(1, down=(0,)))
+        made, launcher = rpc(role, echo, table(1, down=(0,)))
         made.enter(Epoch(3))
         call = asyncio.create_task(made.call(role, op(Same, retry="commit"), ("x",), {}))
         await asyncio.sleep(0)
@@ -220,7 +220,7 @@ def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Refusal | 
             return reply
 
         role = service("w", 1)
-        made, launcher = courier(role, answer, table(1))
+        made, launcher = rpc(role, answer, table(1))
         with pytest.raises(error) as found:
             await made.call(role, op(Same, retry=retry, deadline_s=0.1), ("x",), {})
         assert found.value.fields["op"] == "work"  # type: ignore[attr-defined]
@@ -237,7 +237,7 @@ def test_who_raised_in_a_never_operation_takes_the_next_call() -> None:
             return Refusal(kind="failed", text="ValueError: x", traceback="tb") if request.args[0] else "well"
 
         role = service("w", 1)
-        made, _ = courier(role, answer, table(1))
+        made, _ = rpc(role, answer, table(1))
         with pytest.raises(CallFailed):
             await made.call(role, op(Same, retry="never"), (True,), {})
         async with asyncio.timeout(5):
@@ -252,7 +252,7 @@ def test_a_refused_commit_call_ran_nowhere_and_is_sent_again() -> None:
             return Refusal(kind="stale") if request.epoch == 1 else "done"
 
         role = service("w", 1)
-        made, launcher = courier(role, answer, table(1))
+        made, launcher = rpc(role, answer, table(1))
         call = asyncio.create_task(made.call(role, op(Same, retry="commit"), ("x",), {}))
         while not launcher.calls:
             await asyncio.sleep(0)
@@ -265,7 +265,7 @@ def test_a_refused_commit_call_ran_nowhere_and_is_sent_again() -> None:
 def test_a_call_to_a_dead_role_raises_at_its_deadline_with_the_cause() -> None:
     async def main() -> None:
         role = service("w", 1)
-        made, launcher = courier(role, echo, table(1, down=(0,)))
+        made, launcher = rpc(role, echo, table(1, down=(0,)))
         began_s = time.monotonic()
         with pytest.raises(RoleDown) as found:
             await made.call(role, op(Same, deadline_s=0.05), ("x",), {})
@@ -287,7 +287,7 @@ def test_a_call_that_gets_no_answer_raises_at_its_deadline() -> None:
             raise AssertionError
 
         role = service("w", 1)
-        made, _ = courier(role, never, table(1))
+        made, _ = rpc(role, never, table(1))
         with pytest.raises(TimedOut, match=r"within its deadline of 0\.05 s"):
             await made.call(role, op(Same, deadline_s=0.05), ("x",), {})
 
@@ -309,7 +309,7 @@ def test_first_takes_the_first_answer_and_cancels_the_others() -> None:
             raise AssertionError
 
         role = service("w", 2)
-        made, _ = courier(role, answer, table(2))
+        made, _ = rpc(role, answer, table(2))
         assert await made.call(role, op(Same, First), ("x",), {}) == "w/1"
         assert cancelled == ["w/0"]
 
@@ -330,7 +330,7 @@ def test_one_member_that_raises_cancels_the_calls_to_the_others() -> None:
             raise AssertionError
 
         role = service("w", 2, mesh=(("dp", 2),))
-        made, _ = courier(role, answer, table(2))
+        made, _ = rpc(role, answer, table(2))
         with pytest.raises(CallFailed):
             await made.call(role, op(Shard("dp"), Mean, retry="never"), ([1, 2],), {})
         assert cancelled.is_set()
@@ -343,7 +343,7 @@ def test_a_call_names_the_weights_that_the_callee_must_have() -> None:
         role = service("w", 1)
         edge = WeightsEdge(source=at("a/0").role, target=at("w/0").role)
         given = replace(table(1), weights={"a-w": (4, 7), "other": (1, 1)})
-        made, launcher = courier(role, echo, given, weights=(edge,))
+        made, launcher = rpc(role, echo, given, weights=(edge,))
         await made.call(role, op(Same), ("x",), {})
         assert launcher.calls[0][1].weights == {"a-w": (4, 7)}
 
@@ -353,7 +353,7 @@ def test_a_call_names_the_weights_that_the_callee_must_have() -> None:
 def test_an_older_table_changes_nothing() -> None:
     async def main() -> None:
         role = service("w", 1)
-        made, _ = courier(role, echo, table(1, version=5))
+        made, _ = rpc(role, echo, table(1, version=5))
         made.update(table(1, version=4, down=(0,)))
         assert await made.call(role, op(Same), ("x",), {}) == "x"
 

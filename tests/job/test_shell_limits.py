@@ -15,7 +15,7 @@ import pytest
 from tests.makers import JOB, at, loop, mesh, op, service, spec
 from tests.world.virtual import run as virtual
 
-from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, Instance
+from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, InstanceRecord
 from rota.job.core.graph import expand
 from rota.job.health import stacks
 from rota.job.health.heartbeat import Failure, Heartbeat, ProgressMarks
@@ -83,7 +83,7 @@ def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(mo
             event = Committed(n=1, loop_epoch=Epoch(1), versions={}, metrics={}, cursor={})
             done = asyncio.get_running_loop().create_future()
             one._inbox.add(AppendRequest(event, done))
-            coming = one._meetings.meet(role="w", rank=0, epoch=1, world=2, address="")
+            coming = one._rendezvous.meet(role="w", rank=0, epoch=1, world=2, address="")
             meeting = asyncio.create_task(coming)
             await asyncio.sleep(0)
             await one._close()
@@ -108,7 +108,7 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
         asked = [asyncio.create_task(work) for work in (one.status(), one.stacks("w", 0), one.why())]
         await asyncio.sleep(0)
         assert not any(task.done() for task in asked)
-        ready = Instance(id=at("w/0"), state=InstanceState.READY, epoch=Epoch(1))
+        ready = InstanceRecord(id=at("w/0"), state=InstanceState.READY, epoch=Epoch(1))
         job = spec(service("w"))
         one.ctx = replace(one.ctx, spec=job, graph=expand(job), instances={ready.id: ready})
         one._loaded.set()
@@ -225,15 +225,15 @@ class TestFlow:
         place = JobPlace(home=str(tmp_path), job=JOB, workdir="", launcher="")
         launcher, clock = SimpleNamespace(call=call), SystemClock()
         found = SimpleNamespace(place=place, spec=spec(role), role=role, id=at("loop/0"), devices=(), clock=clock)
-        vars(found).update(launcher=launcher, pulse=ProgressMarks(SystemClock()), courier=None)
+        vars(found).update(launcher=launcher, marks=ProgressMarks(SystemClock()), rpc=None)
         return found
 
     def flow(self, seat: Any) -> Flow:
         return Flow(seat, FORMING, 0, {})
 
     def flow_among(self, seat: Any, *peers: Peer) -> Flow:
-        seat.courier = RpcClient(job=JOB, spec=seat.spec, launcher=seat.launcher, clock=seat.clock, caller=seat.id)
-        seat.courier.update(PeerTable(version=1, peers=peers))
+        seat.rpc = RpcClient(job=JOB, spec=seat.spec, launcher=seat.launcher, clock=seat.clock, caller=seat.id)
+        seat.rpc.update(PeerTable(version=1, peers=peers))
         return self.flow(seat)
 
     def test_what_the_flow_has_not_is_told_with_its_place_in_the_job_and_the_remedy(self, seat: Any) -> None:
@@ -302,7 +302,7 @@ class TestFlow:
             ]
             with pytest.raises(TypeError, match="not subscriptable") as failed:
                 await body._enter(fails, self.flow_among(seat), threading.Lock(), asyncio.Event())
-            _, trace = stacks.told(failed.value)
+            _, trace = stacks.error_summary(failed.value)
             line = fails.__code__.co_firstlineno + 1
             assert f"{__file__}:{line}: w.work() was called 1 time and never awaited" in trace
             assert "write 'await w.work(...)'" in trace

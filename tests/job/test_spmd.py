@@ -230,19 +230,19 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
 def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
     for rank, text in enumerate(("7 40 61 all_reduce", "7 39 60 ", "0 -1 0 ", "")):
         (tmp_path / f"progress-{rank}").write_text(text)
-    seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), pulse=None)
-    seat.pulse = ProgressMarks(seat.clock)
+    seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), marks=None)
+    seat.marks = ProgressMarks(seat.clock)
     body = CommandRunner(seat)
     body._setup, body._files = Setup(epoch=Epoch(1), world=1, restore=0), tmp_path
 
     async def follow() -> None:
         following = asyncio.create_task(body._follow_progress())
-        while not seat.pulse.read(BEAT).progress_n:
+        while not seat.marks.read(BEAT).progress_n:
             await asyncio.sleep(0.01)
         following.cancel()
 
     asyncio.run(asyncio.wait_for(follow(), timeout=20))
-    told = seat.pulse.read(BEAT)
+    told = seat.marks.read(BEAT)
     assert (told.progress_n, told.collectives, told.inside) == (7.0, 39, "")
     assert told.held_up == "rank 1 has entered 39 collectives, rank 0 40"
 
@@ -325,7 +325,7 @@ def seat_with(setup: str, home: Path) -> Any:
     clock = SystemClock()
     return SimpleNamespace(
         role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0),
-        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, pulse=ProgressMarks(clock),
+        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, marks=ProgressMarks(clock),
     )  # fmt: skip
 
 
@@ -338,7 +338,7 @@ def test_a_setup_command_has_its_own_limit_and_its_last_words_are_told(tmp_path:
     async def main() -> None:
         setup = asyncio.create_task(run_setup(seat))
         with await asyncio.to_thread(gate.open, "w") as file:  # opens when the command reads
-            assert seat.pulse.read(BEAT).quiet == "its setup command"
+            assert seat.marks.read(BEAT).quiet == "its setup command"
             file.write("go\n")
         await setup
 

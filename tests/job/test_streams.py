@@ -13,7 +13,7 @@ from tests.job.test_rpc_client import Launcher, table
 from tests.makers import JOB, at, loop, op, service, spec
 from tests.world import virtual
 
-from rota.job.core.ledger import Drop, Place
+from rota.job.core.ledger import DropReason, ItemState
 from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.inspect import import_target
 from rota.job.instance.streams import Streams, drain, open_source
@@ -43,13 +43,13 @@ async def until(true: Callable[[], Any]) -> None:
 
 def streams_of(job: JobSpec, answer: Any = None, clock: Clock | None = None) -> Streams:
     clock = clock or SystemClock()
-    pulse = ProgressMarks(clock)
+    marks = ProgressMarks(clock)
     fields: Any = {"launcher": Launcher(answer), "clock": clock, "caller": at("loop/0"), "job": JOB}
-    courier = RpcClient(spec=job, waiting=pulse.waiting, **fields)
-    courier.update(table(2))
-    courier.enter(Epoch(1))
+    rpc = RpcClient(spec=job, waiting=marks.waiting, **fields)
+    rpc.update(table(2))
+    rpc.enter(Epoch(1))
     return Streams(
-        job, courier=courier, pulse=pulse, holder=at("loop/0"), epoch=Epoch(1), version=0, cut={}, say=print
+        job, rpc=rpc, marks=marks, holder=at("loop/0"), epoch=Epoch(1), version=0, cut={}, say=print
     )  # fmt: skip
 
 
@@ -92,14 +92,14 @@ def test_a_loop_that_waits_for_its_source_is_quiet_and_one_that_waits_for_an_ite
         pump = streams.find("notes")
 
         def waits() -> list[str]:
-            return [wait.target for wait in streams.pulse.read(BEAT).waits if wait.kind == "stream"]
+            return [wait.target for wait in streams.marks.read(BEAT).waits if wait.kind == "stream"]
 
         taking = asyncio.create_task(pump.next_batch(1, "admission"))
-        await until(lambda: "waits for items" in streams.pulse.read(BEAT).quiet)
+        await until(lambda: "waits for items" in streams.marks.read(BEAT).quiet)
         assert waits() == [], "nobody is to blame for a silent source"
         await pump.put("a")
         await until(lambda: waits() == ["w/0"])
-        assert not streams.pulse.read(BEAT).quiet, "it is w/0 that holds it up, and not the idle w/1"
+        assert not streams.marks.read(BEAT).quiet, "it is w/0 that holds it up, and not the idle w/1"
         go.set()
         assert await taking == ["a"]
         await streams.close()
@@ -129,7 +129,7 @@ def test_the_first_of_two_stops_is_named_while_it_has_the_item() -> None:
         taking = asyncio.create_task(streams.find("done").next_batch(1, "admission"))
 
         def stops() -> list[str]:
-            return [one.target for one in streams.pulse.read(BEAT).waits if one.kind == "stream"]
+            return [one.target for one in streams.marks.read(BEAT).waits if one.kind == "stream"]
 
         await until(lambda: named.extend(stops()) or named[-1:] == ["w/0"])  # till then nobody in particular of w
         taking.cancel()
@@ -148,10 +148,10 @@ def test_only_a_newer_table_lets_the_watch_look_at_what_runs() -> None:
         streams.begin()
         for _ in range(5):
             await asyncio.sleep(0)
-            streams.courier.wake()
+            streams.rpc.wake()
         await asyncio.sleep(0)
         assert looked == ["w/0", "w/1"]
-        streams.courier.update(table(2, version=2, epochs={1: 2}))
+        streams.rpc.update(table(2, version=2, epochs={1: 2}))
         await asyncio.sleep(0)
         assert len(looked) == 4
         await streams.close()
@@ -167,12 +167,12 @@ def test_streams_that_are_closed_begin_no_more_work_on_what_waits_again() -> Non
         streams = streams_of(notes(64, THROUGH), answer)
         pump = streams.find("notes")
         await pump.put({"uid": "a"})
-        await until(lambda: pump.ledger.count(Place.RUNNING))
+        await until(lambda: pump.ledger.count(ItemState.RUNNING))
         await streams.close()
         pump.ledger.release("a")
         pump.refresh()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert pump.ledger.count(Place.PENDING) == 1
+        assert pump.ledger.count(ItemState.PENDING) == 1
 
     run(main())
 
@@ -195,7 +195,7 @@ def test_a_put_that_waits_for_room_ends_when_it_can_no_longer_be(end: str) -> No
             await pump._guarded(bad)
         else:
             pump.close_door()
-            pump.ledger.drop("a", Drop.UNUSED)
+            pump.ledger.drop("a", DropReason.UNUSED)
         with pytest.raises(DataError if end == "failed" else BadInput):
             await waiting
         await asyncio.gather(*pump.cancel(), return_exceptions=True)

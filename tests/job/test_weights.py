@@ -53,7 +53,7 @@ class World:
         sizes = {"vision": sources, "speller": targets}
         self.towers = {f"{role}/{rank}": Tower(len(role)) for role, n in sizes.items() for rank in range(n)}
         self.launcher = Launcher(self._answer)
-        courier = RpcClient(
+        rpc = RpcClient(
             job=JOB,
             spec=self.spec,
             launcher=self.launcher,  # type: ignore[arg-type]
@@ -61,8 +61,8 @@ class World:
             caller=at("loop/0"),
         )
         peers = [self._peer(role, rank) for role, n in sizes.items() for rank in range(n)]
-        courier.update(PeerTable(version=1, peers=tuple(peers)))
-        self.edges = gradient_edges(self.spec, partial(courier.call, loop_epoch=Epoch(1)), 1)
+        rpc.update(PeerTable(version=1, peers=tuple(peers)))
+        self.edges = gradient_edges(self.spec, partial(rpc.call, loop_epoch=Epoch(1)), 1)
 
     def _peer(self, role: str, rank: int) -> Peer:
         who = RoleName(role)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from standing import HELLO, Standing, with_service
 
-from rota.job.core.context import Instance, Process
+from rota.job.core.context import InstanceRecord, Process
 from rota.service.cli import app
 from rota.service.views.jobs import phase
 from rota.spec.ids import Epoch, InstanceId
@@ -175,9 +175,9 @@ def test_a_node_that_left_the_installation_is_used_again_when_it_is_back(tmp_pat
 
 def test_instances_that_were_scaled_away_are_not_among_those_that_a_start_waits_for() -> None:
     process = Process(epoch=Epoch(1), pid=7)
-    ready = Instance(id=InstanceId.parse("main/0"), state=InstanceState.READY, epoch=Epoch(1), process=process)
-    coming = Instance(id=InstanceId.parse("main/1"), state=InstanceState.STALE, epoch=Epoch(1), process=process)
-    away = Instance(id=InstanceId.parse("main/2"), state=InstanceState.READY, epoch=Epoch(1), retired=True)
+    ready = InstanceRecord(id=InstanceId.parse("main/0"), state=InstanceState.READY, epoch=Epoch(1), process=process)
+    coming = InstanceRecord(id=InstanceId.parse("main/1"), state=InstanceState.STALE, epoch=Epoch(1), process=process)
+    away = InstanceRecord(id=InstanceId.parse("main/2"), state=InstanceState.READY, epoch=Epoch(1), retired=True)
     story: Any = SimpleNamespace(
         state=JobState.STARTING,
         instances={one.id: SimpleNamespace(id=one.id, now=one) for one in (ready, coming, away)},

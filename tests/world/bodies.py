@@ -114,7 +114,7 @@ class SimInstance:
         self._busy: tuple[str, ...] = ()
         self._unfit: bool | None = None
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
-        self._courier: RpcClient | None = None
+        self._rpc: RpcClient | None = None
         self._host, self._table, self._hurried = host, PeerTable(), False
         process.spawn(self._beats())
 
@@ -188,16 +188,16 @@ class SimInstance:
 
     async def _stream_loop(self, epoch: Epoch, committed: int, more: Mapping[str, Any]) -> dict[str, Any]:
         """The real pumps and ledgers over the simulated instances; a commit a batch, to the end of the source."""
-        courier = RpcClient(
+        rpc = RpcClient(
             job=self._job, spec=self._spec, launcher=self._launcher, clock=self._clock, caller=self.id
         )  # fmt: skip
-        courier.enter(epoch)
-        courier.update(PeerTable.from_json(dict(more["table"])))
-        self._courier = courier
+        rpc.enter(epoch)
+        rpc.update(PeerTable.from_json(dict(more["table"])))
+        self._rpc = rpc
         streams = Streams(
             self._spec,
-            courier=courier,
-            pulse=ProgressMarks(self._clock),
+            rpc=rpc,
+            marks=ProgressMarks(self._clock),
             holder=self.id,
             epoch=epoch,
             version=committed,
@@ -316,8 +316,8 @@ class SimInstance:
     def _learn(self, table: PeerTable) -> None:
         if table.version > self._table.version:
             self._table = table
-        if self._courier is not None:
-            self._courier.update(table)
+        if self._rpc is not None:
+            self._rpc.update(table)
 
     async def peers(self, table: Mapping[str, Any]) -> None:
         self._learn(PeerTable.from_json(dict(table)))

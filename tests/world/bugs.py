@@ -152,12 +152,12 @@ def snapshot_without_budget(patch: Patch) -> None:
 
 def kept_context_ahead_of_itself(patch: Patch) -> None:
     """A kept context claims one record more than is in it, so that the replay after it leaves one out."""
-    real = master_module.keep
+    real = master_module.keep_context
 
     def keep(log: Any, found: Any, writer: Any) -> None:
         real(log, replace(found, number=found.number + 1), writer)
 
-    patch.setattr(master_module, "keep", keep)
+    patch.setattr(master_module, "keep_context", keep)
 
 
 def checks_not_looked_at(patch: Patch) -> None:
@@ -216,7 +216,7 @@ def cut_of_the_commit_before(patch: Patch) -> None:
 
     def cut(self: Any) -> dict[str, Any]:
         found = real(self)
-        leased = [item.uid for item in self._open.values() if item.place is ledger.Place.LEASED]
+        leased = [item.uid for item in self._open.values() if item.place is ledger.ItemState.LEASED]
         return {**found, "trained": self.trained, "open": [*ledger.ranges(leased), *found["open"]]}
 
     patch.setattr(ledger.Ledger, "cut", cut)
@@ -368,13 +368,13 @@ def weights_forgotten(patch: Patch) -> None:
 
 def snapshot_without_tail(patch: Patch) -> None:
     """A new master begins with a kept context and does not replay what came after it."""
-    real = master_module.newest
+    real = master_module.newest_context
 
     def newest(log: Any, job: Any) -> Any:
         found = real(log, job)
         return replace(found, number=log.last_number()) if found.number else found
 
-    patch.setattr(master_module, "newest", newest)
+    patch.setattr(master_module, "newest_context", newest)
 
 
 def mark_before_the_commit(patch: Patch) -> None:
@@ -470,7 +470,7 @@ def age_of_the_last_stage(patch: Patch) -> None:
     def start(self: Any, uid: Any, holder: Any, epoch: Any, version: int) -> bool:
         began = real(self, uid, holder, epoch, version)
         if began:
-            self._move(replace(self.find(uid), version=version), ledger.Place.RUNNING)
+            self._move(replace(self.find(uid), version=version), ledger.ItemState.RUNNING)
         return began
 
     patch.setattr(ledger.Ledger, "start", start)

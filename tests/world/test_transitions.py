@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rota.job.core.context import Instance
+from rota.job.core.context import InstanceRecord
 from rota.job.core.transitions import INSTANCE, JOB
 from rota.runtime.launcher import instance_name
 from rota.spec.events import Event, PreemptAsked, StopAsked
@@ -146,7 +146,7 @@ def undoing(killed: set[tuple[str, Turn]]) -> Callable[[World], None]:
     return prepare
 
 
-def kill_process(world: World, job: JobId, one: Instance) -> None:
+def kill_process(world: World, job: JobId, one: InstanceRecord) -> None:
     assert one.process is not None
     world.engine.kill(instance_name(job, one.id, one.process.epoch))
 

@@ -777,11 +777,11 @@ def play(
 
         async def main(clock: VirtualClock) -> None:
             kept.append(World(seed, clock, swarm, open_sql(folder) if log == "sql" else MemoryLog))
-            kept_module.left_out = kept[0].left_out
+            kept_module.report_unreadable = kept[0].left_out
             prepare(kept[0])
             await kept[0].run()
 
-        said = kept_module.left_out
+        said = kept_module.report_unreadable
         try:
             run(main)
         except BaseException as error:
@@ -789,7 +789,7 @@ def play(
             error.world = kept[0] if kept else None  # type: ignore[attr-defined]
             raise
         finally:
-            kept_module.left_out = said
+            kept_module.report_unreadable = said
             if kept and isinstance(kept[0].log, SqlLog):
                 kept[0].log.close()
     return kept[0]

@@ -272,7 +272,7 @@ class Job:
         if workload is None or isinstance(workload, str):
             return workload, None
         if not callable(workload):
-            raise BadInput(f"{workload!r} is no class, function or import path")
+            raise BadInput(f"{workload!r} is not a class, function or import path")
         return self._path_of(workload, {}), interface_of(workload)
 
     def _path_of(self, target: object, names: Mapping[str, Any]) -> str:
@@ -319,7 +319,7 @@ def spmd(
 ) -> Job:
     """A job of one unmodified training script in ``nproc`` ranks, each an instance with torchrun's environment.
 
-    ``elastic`` = (fewest, most) ranks, ``nproc`` or what it stands for among them: the world begins with what is free,
+    ``elastic`` = (fewest, most) ranks, ``nproc`` or what it means among them: the world begins with what is free,
     shrinks and grows. ``check`` is the node check before the start.
     """
     job = Job(name or Path(script).stem.replace("_", "-"), **fields)

@@ -50,7 +50,7 @@ class StateLost(TensorError):
 
 
 def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
-    """The tensor plane as this instance; publishers of the same instance under older epochs are fenced from here on.
+    """The tensor store as this instance; publishers of the same instance under older epochs are fenced from here on.
 
     The registry is kept, since the state in it must survive every process of the job.
     """
@@ -61,7 +61,7 @@ def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
 
 
 def opened(job: JobId) -> Plane:
-    """The tensor plane of this process, to read what others have published."""
+    """The tensor store of this process, to read what others have published."""
     return tensors.connect(label=job, keep=True)
 
 
@@ -241,8 +241,8 @@ _FOLDER = re.compile(r"^step-(\d+)\.e(\d+)$")
 
 
 @dataclass(slots=True)
-class Cadence:
-    """When the next checkpoint is due: every so many commits or seconds; without a spec only when it is hurried.
+class CheckpointTimer:
+    """When the next checkpoint is due: after a number of commits or seconds; without a spec only when it is hurried.
 
     ``auto`` is sqrt(2 * cost * MTBF), clamped to 60 s ... 1 h (J. T. Daly, "A higher order estimate of the optimum
     checkpoint interval for restart dumps", 2006, equation 1), with the cost of the last save.
@@ -255,22 +255,22 @@ class Cadence:
     hurried: bool = False
 
     @staticmethod
-    def of(spec: Checkpoint | None, now_s: float) -> Cadence:
+    def of(spec: Checkpoint | None, now_s: float) -> CheckpointTimer:
         """Read ``every``. Raises BadInput for another form."""
         if spec is None:
-            return Cadence(commits=None, seconds=math.inf, last_s=now_s)
+            return CheckpointTimer(commits=None, seconds=math.inf, last_s=now_s)
         text = str(spec.every)
         if match := _COMMITS.match(text):
             if int(match.group(1)) < 1:
                 raise BadInput("checkpoint.every must be at least 1 commit")
-            return Cadence(commits=int(match.group(1)), seconds=None, last_s=now_s)
+            return CheckpointTimer(commits=int(match.group(1)), seconds=None, last_s=now_s)
         if text == "auto":
-            return Cadence(commits=None, seconds=None, last_s=now_s)
+            return CheckpointTimer(commits=None, seconds=None, last_s=now_s)
         try:
             seconds = float(text) if text.replace(".", "", 1).isdigit() else parse_duration(text)
         except ValueError as error:
             raise BadInput(f"checkpoint.every {text!r} is none of: auto, '10 commits', '5m'") from error
-        return Cadence(commits=None, seconds=seconds, last_s=now_s)
+        return CheckpointTimer(commits=None, seconds=seconds, last_s=now_s)
 
     def due(self, n: int, now_s: float) -> bool:
         """True when commit ``n`` at ``now_s`` should be written to disk too."""

@@ -16,7 +16,7 @@ from threading import local
 from types import ModuleType
 from typing import Any
 
-from rota.job.health.stacks import told
+from rota.job.health.stacks import error_summary
 from rota.job.workload import interface_of
 from rota.spec import codec
 from rota.spec.check import nearest
@@ -85,7 +85,7 @@ def inspect_all(workloads: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         try:
             found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
-            found[role] = dict(zip(("error", "traceback"), told(error), strict=True))
+            found[role] = dict(zip(("error", "traceback"), error_summary(error), strict=True))
     return found
 
 

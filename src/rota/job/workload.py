@@ -122,7 +122,7 @@ class _Op:
         return declare if function is None else declare(function)
 
     def state(self, function: F) -> F:
-        """Mark the method that returns everything needed to go on from a commit: nested dicts and lists of tensors,
+        """Mark the method that returns everything needed to continue from a commit: nested dicts and lists of tensors,
         numbers and texts."""
         return _marked(function, STATE)
 

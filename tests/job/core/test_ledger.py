@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.makers import at
 
-from rota.job.core.ledger import Drop, Ledger, Place, ranges, uids_of
+from rota.job.core.ledger import DropReason, ItemState, Ledger, ranges, uids_of
 from rota.spec.ids import Epoch
 from rota.spec.job import Bound, StreamSpec
 
@@ -112,7 +112,7 @@ def test_failures_are_counted_by_instance_and_losses_are_not() -> None:
     for holder, failed, count in ((ONE, True, 1), (ONE, True, 1), (TWO, False, 1), (TWO, True, 2)):
         book.start(0, holder, FIRST, 0)
         assert book.release(0, failed=failed) == count
-    assert book.drop(0, Drop.BAD_DATA) and not book.drop(0, Drop.BAD_DATA)
+    assert book.drop(0, DropReason.BAD_DATA) and not book.drop(0, DropReason.BAD_DATA)
     assert book.dropped == {"bad_data": 1}
 
 
@@ -222,7 +222,7 @@ class Flow(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 11), old=st.booleans())
     def produce(self, pick: int, old: bool) -> None:
         running = [self.book.find(uid) for uid in range(self.book.cursor)]
-        running = [item for item in running if item is not None and item.place is Place.RUNNING]
+        running = [item for item in running if item is not None and item.place is ItemState.RUNNING]
         if running:
             item = running[pick % len(running)]
             assert item is not None and item.holder is not None
@@ -299,7 +299,7 @@ def test_pace_alone_keeps_the_bound_when_each_commit_takes_a_batch() -> None:
             while book.room(size) > 0:
                 book.admit(book.cursor)
             for number in range(made, book.cursor - (step % 2)):
-                if (item := book.find(number)) is not None and item.place is Place.PENDING:
+                if (item := book.find(number)) is not None and item.place is ItemState.PENDING:
                     book.start(number, ONE, FIRST, version)
                     book.produce(number, ONE, FIRST)
             if batch(book, size, version):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.core.progress import Rank, Standing, Wait, WaitGraph, collective_waits, components
+from rota.job.core.progress import RankStatus, VertexStatus, WaitEdge, WaitGraph, collective_waits, components
 
 NAMES = tuple("abcdefg")
 
@@ -15,9 +15,9 @@ def graph(edges: str, stuck: str = "", excused: str = "") -> WaitGraph:
     """``"ab bc"``: a waits for b, b for c; the vertices of ``stuck`` made no progress within their limit of 5 s."""
     pairs = edges.split()
     return WaitGraph(
-        waits=tuple(Wait(source=a, target=b, kind="call", age_s=10.0 + n) for n, (a, b) in enumerate(pairs)),
-        standings={
-            name: Standing(
+        waits=tuple(WaitEdge(source=a, target=b, kind="call", age_s=10.0 + n) for n, (a, b) in enumerate(pairs)),
+        statuses={
+            name: VertexStatus(
                 name=name, limit_s=5.0, still_s=10.0 if name in stuck else 0.0, excuse="rest" * (name in excused)
             )
             for name in sorted({*"".join(pairs), *stuck})
@@ -117,11 +117,11 @@ def test_when_nobody_makes_progress_everybody_reaches_a_root(pairs) -> None:
     assert told == set(NAMES)
 
 
-def rank(name: str, entered: int, *, inside: bool = True, silent: bool = False, still_s: float = 9.0) -> Rank:
-    return Rank(name=name, entered=entered, inside=inside, silent=silent, still_s=still_s)
+def rank(name: str, entered: int, *, inside: bool = True, silent: bool = False, still_s: float = 9.0) -> RankStatus:
+    return RankStatus(name=name, entered=entered, inside=inside, silent=silent, still_s=still_s)
 
 
-def waited(*ranks: Rank) -> set[tuple[str, str]]:
+def waited(*ranks: RankStatus) -> set[tuple[str, str]]:
     return {(wait.source, wait.target) for wait in collective_waits(ranks, still_min_s=2.0)}
 
 

@@ -20,7 +20,7 @@ CONTEXT_VERSION = 6
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
-"""Longest time of a start, or of a recovery, to readiness: while nobody comes further in it, and in any case."""
+"""Limits of a start or recovery, in seconds: without progress, and in total."""
 DIAGNOSE_S = 2.0
 """How long losses that look like consequences of another one wait for it."""
 NODE_WAIT_S = 300.0
@@ -53,7 +53,7 @@ def replace(value: T, /, **changes: Any) -> T:
 
     Raises TypeError for an unknown field.
     """
-    if not isinstance(value, JobContext | Instance):
+    if not isinstance(value, JobContext | InstanceRecord):
         return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
     if "state" in changes:
         raise TypeError(f"the state of a {type(value).__name__} is changed by transitions.moved")
@@ -97,13 +97,13 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instance:
+class InstanceRecord:
     """What the master knows of one instance.
 
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
     ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
-    told to run. ``ended``: it returned with success under this epoch. ``retired``: the job goes on without it.
-    ``spare``: nobody waits for it; it stands by, or comes up in the background. ``barred`` are nodes that
+    asked to run. ``ended``: it returned with success under this epoch. ``retired``: the job continues without it.
+    ``spare``: on standby, or starting in the background. ``barred`` are nodes that
     it may not start on again, until it has another place. ``restored`` is the commit it came up with.
     """
 
@@ -128,7 +128,7 @@ class Instance:
 
     @property
     def settled(self) -> bool:
-        """Ready for work, done with it, or given up: nobody waits for it."""
+        """Ready for work, done with it, or given up."""
         return self.state is InstanceState.READY or self.ended or not self.active
 
     @property
@@ -138,7 +138,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gang:
+class HeldGang:
     """One reservation, as far as the log knows."""
 
     id: GangId
@@ -147,7 +147,7 @@ class Gang:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GangDemand:
     """A gang that is asked for beside those of the admission; kept while it is held.
 
     ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
@@ -241,7 +241,7 @@ class JobContext:
     where each instance was at the last commit: there memory has its state. ``starting_s`` is when the present start or
     recovery began, ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must
     go back to first. ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside
-    those of the admission, ``sizes`` the numbers of instances that somebody asked for. ``resized_s`` is when a world
+    those of the admission, ``sizes`` the numbers of instances that were asked for. ``resized_s`` is when a world
     last changed its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave, and until
     when.
     """
@@ -262,13 +262,13 @@ class JobContext:
     placement: Placement | None = None
     bound: Bindings = field(default_factory=dict[InstanceId, tuple[GangId, BundleGrant]], compare=False, repr=False)
     hosts: tuple[tuple[InstanceId, str], ...] = ()
-    gangs: tuple[Gang, ...] = ()
-    asks: tuple[Ask, ...] = ()
+    gangs: tuple[HeldGang, ...] = ()
+    asks: tuple[GangDemand, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     resized_s: float = 0.0
     boundary: bool = False
     drains: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
-    instances: Mapping[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    instances: Mapping[InstanceId, InstanceRecord] = field(default_factory=dict[InstanceId, InstanceRecord])
     committed: int = 0
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
     cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -326,17 +326,17 @@ class JobContext:
         return loop.epoch if loop else NO_EPOCH
 
     @property
-    def loop(self) -> Instance | None:
+    def loop(self) -> InstanceRecord | None:
         """The loop instance."""
         if self.graph is None or self.graph.loop is None:
             return None
         return self.instances.get(InstanceId(self.graph.loop, 0))
 
-    def of_role(self, role: RoleName) -> Iterator[Instance]:
+    def of_role(self, role: RoleName) -> Iterator[InstanceRecord]:
         """The instances of one role in rank order."""
         return (self.instances[one] for one in self.plan.ranks[role] if one in self.instances)
 
-    def active_of(self, role: RoleName) -> tuple[Instance, ...]:
+    def active_of(self, role: RoleName) -> tuple[InstanceRecord, ...]:
         """Those of a role that the job works with, in rank order."""
         return tuple(one for one in self.of_role(role) if one.active)
 
@@ -344,11 +344,11 @@ class JobContext:
         """Gang and bundle that the placement gives to an instance. Raises KeyError without a placement."""
         return self.bound[instance]
 
-    def with_placement(self, placement: Placement | None, asks: tuple[Ask, ...]) -> JobContext:
+    def with_placement(self, placement: Placement | None, asks: tuple[GangDemand, ...]) -> JobContext:
         """The same context with other grants."""
         return replace(self, placement=placement, asks=asks, bound=bound_of(self.spec, placement, asks))
 
-    def with_instances(self, changed: Iterable[Instance]) -> JobContext:
+    def with_instances(self, changed: Iterable[InstanceRecord]) -> JobContext:
         """The same context with some instance records replaced."""
         return replace(self, instances={**self.instances, **{one.id: one for one in changed}})
 
@@ -368,14 +368,14 @@ class JobContext:
         """
         if raw.get("version") != CONTEXT_VERSION:
             raise ValueError(f"snapshot version {raw.get('version')!r}, this code reads {CONTEXT_VERSION}")
-        records: list[Instance] = [codec.from_json_value(Instance, one) for one in raw["instances"]]
+        records: list[InstanceRecord] = [codec.from_json_value(InstanceRecord, one) for one in raw["instances"]]
         found: JobContext = codec.from_json_value(JobContext, {name: raw[name] for name in _SNAPSHOT_FIELDS})
         graph = expand(found.spec) if found.spec else None
         bound = bound_of(found.spec, found.placement, found.asks)
         return replace(found, graph=graph, bound=bound, instances={one.id: one for one in records})
 
 
-def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[Ask, ...]) -> Bindings:
+def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[GangDemand, ...]) -> Bindings:
     """Gang and bundle of every instance that has one: by the admission, or by the last grant for it."""
     if spec is None or placement is None:
         return {}

@@ -20,7 +20,7 @@ from rota.job.core.context import (
     START_TIMEOUT_S,
     Ending,
     Failover,
-    Instance,
+    InstanceRecord,
     JobContext,
     Process,
     replace,
@@ -129,7 +129,7 @@ def _saves(ctx: JobContext) -> Iterator[SaveCommit]:
         yield save
 
 
-def _comes_up(ctx: JobContext, one: Instance) -> bool:
+def _comes_up(ctx: JobContext, one: InstanceRecord) -> bool:
     """True for a spare that must become ready; one that waits for its world to grow need not."""
     waits = one.state is InstanceState.STALE and one.id.role in ctx.plan.worlds
     return one.spare and one.state in (InstanceState.STARTING, InstanceState.STALE) and not waits
@@ -194,7 +194,7 @@ def _of_instances(ctx: JobContext) -> Iterator[Command]:
             yield command
 
 
-def _of_instance(ctx: JobContext, one: Instance, started: Epoch, gangs: dict[GangId, Epoch]) -> Command | None:
+def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: dict[GangId, Epoch]) -> Command | None:
     match one.state:
         case InstanceState.STARTING:
             gang, bundle = ctx.bundle(one.id)
@@ -249,7 +249,7 @@ def _start(ctx: JobContext) -> JobContext:
     held = open_one.scope if open_one and not open_one.released else ()
     ready_roles: dict[RoleName, bool] = {}
 
-    def may_start(one: Instance) -> bool:
+    def may_start(one: InstanceRecord) -> bool:
         if one.state is not InstanceState.PLANNED or one.doomed or one.id in held or ctx.rollback_to is not None:
             return False
         if one.barred or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
@@ -281,7 +281,7 @@ def _run(ctx: JobContext) -> JobContext:
     if ctx.losses or (failover is not None and not (waits and failover.rolled_back)):
         return ctx
 
-    def may_run(one: Instance) -> bool:
+    def may_run(one: InstanceRecord) -> bool:
         role = one.id.role
         if one.state is not InstanceState.READY or one.running or one.ended or role not in ctx.plan.finite:
             return False
@@ -349,7 +349,7 @@ def _wind_down(ctx: JobContext) -> JobContext:
     return replace(ctx, gangs=gangs, asks=(), open_failover=None, losses=())
 
 
-def _doom(one: Instance) -> Instance:
+def _doom(one: InstanceRecord) -> InstanceRecord:
     """Its processes must go; a start that is still under way is superseded by the stop."""
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
     return moved(one, InstanceState.STOPPING if doomed else InstanceState.GONE, process=None, doomed=doomed)

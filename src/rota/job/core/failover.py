@@ -14,7 +14,7 @@ from rota.job.core.context import (
     Charge,
     Ending,
     Failover,
-    Instance,
+    InstanceRecord,
     JobContext,
     Loss,
     replace,
@@ -51,7 +51,7 @@ not answer, or since it could not follow a recovery."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DiagnosisRule:
     """A rule of diagnosis; ``name`` is what people see as the kind of the cause."""
 
     name: str
@@ -59,7 +59,7 @@ class Rule:
 
 
 def is_secondary(loss: Loss) -> bool:
-    """True for an error that only says that somebody else is gone: it is never the root."""
+    """True for an error that only reports the loss of another instance: it is never the root."""
     if loss.reason is Reason.COLLECTIVE_TIMEOUT:
         return True
     if loss.reason not in (Reason.USER_ERROR, Reason.EXIT_NONZERO):
@@ -72,16 +72,16 @@ def _one_of(*reasons: Reason) -> Callable[[Loss], bool]:
     return lambda loss: loss.reason in reasons
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("engine lost", _one_of(Reason.ENGINE_LOST)),
-    Rule("node lost", _one_of(Reason.NODE_LOST)),
-    Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
-    Rule("out of memory", _one_of(Reason.OOM_KILLED)),
-    Rule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE)),
-    Rule("killed", _one_of(Reason.SIGNALLED, Reason.SELF_ENDED)),
-    Rule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
-    Rule("own exception", lambda loss: not is_secondary(loss)),
-    Rule("peer lost", lambda loss: True),
+RULES: tuple[DiagnosisRule, ...] = (
+    DiagnosisRule("engine lost", _one_of(Reason.ENGINE_LOST)),
+    DiagnosisRule("node lost", _one_of(Reason.NODE_LOST)),
+    DiagnosisRule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
+    DiagnosisRule("out of memory", _one_of(Reason.OOM_KILLED)),
+    DiagnosisRule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE)),
+    DiagnosisRule("killed", _one_of(Reason.SIGNALLED, Reason.SELF_ENDED)),
+    DiagnosisRule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
+    DiagnosisRule("own exception", lambda loss: not is_secondary(loss)),
+    DiagnosisRule("peer lost", lambda loss: True),
 )
 """In the order in which they are tried."""
 
@@ -131,7 +131,7 @@ def platform_left(ctx: JobContext, level: Level, at_s: float) -> int:
 
 
 def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
-    """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
+    """Number of deaths on the node of the cause; 0 when others died elsewhere, or all were of one unit."""
     past = [one.cause for one in ctx.failovers]
     seen = (one for one in (*past, *ctx.losses) if one.reason not in (*PLANNED, Reason.SELF_ENDED))
     recent = (one for one in seen if cause.at_s - one.at_s <= within_s and may_move(one))
@@ -143,9 +143,9 @@ def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
 NODE_MOVES_MAX = 2
 """Replacements of a node for one role within its window; the next one widens to the job."""
 SUSPECT_S = 30.0
-"""Two units of one node that die within so long, while nobody dies elsewhere, cast doubt on the node."""
+"""Two units of one node that die within this time, with no death elsewhere, make the node suspect."""
 REPEAT_N, REPEAT_S = 3, 600.0
-"""So many deaths of several units of one node within so long, and none elsewhere, are the node's: no check is asked."""
+"""This number of deaths of several units of one node, with none elsewhere, is the node's fault: no check is asked."""
 READY = InstanceState.READY
 _LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
@@ -247,13 +247,13 @@ class FailoverCoordinator:
         return deaths_of_one_node(self.ctx, cause, REPEAT_S) >= REPEAT_N
 
     def is_part(self, cause: Loss) -> bool:
-        """True when everything that was lost is one reservation of several, and somebody outside of it goes on."""
+        """True when all that was lost is one reservation of several, and an instance outside of it still runs."""
         touched = frozenset(self.scope(Level.PROCESS, cause))
         others = [one for one in self.ctx.instances.values() if one.id not in touched and one.active]
         return any(one.state is READY for one in others) and any(gang.state == "reserved" for gang in self.ctx.gangs)
 
     def _wider(self, cause: Loss, start: Level, level: Level) -> Move:
-        """A wider level, unless the role may go on with the instances that it still has."""
+        """A wider level, unless the role may continue with the instances that it still has."""
         if self.may_degrade(cause):
             return Move(Level.PROCESS, start, Reason.RESIZED_DEGRADED)
         if level is Level.JOB and self.budget_left(cause, Level.NODE) <= 0:
@@ -261,7 +261,7 @@ class FailoverCoordinator:
         return Move(level, start, Reason.BUDGET_PROCESS)
 
     def may_degrade(self, cause: Loss) -> bool:
-        """True when enough members are left for ``degrade`` and no one else needs the lost one to go on."""
+        """True when enough members are left for ``degrade`` and no other instance needs the lost one."""
         role = self._role(cause)
         if is_world(role):
             others = any(loss.instance.role != role.name for loss in self.ctx.losses)
@@ -274,7 +274,7 @@ class FailoverCoordinator:
         return left >= role.fail.degrade
 
     def _goes_on(self, role: RoleSpec, gone: set[InstanceId]) -> bool:
-        """True when the role may go on without those who are gone, and those whose gang others want back."""
+        """True when the role may continue without the lost members and those whose gang is claimed by others."""
         going = gone | {member for ask in self.ctx.asks if ask.back for member in ask.everybody}
         left = [one for one in self.ctx.active_of(role.name) if one.id not in going]
         if is_world(role):
@@ -286,7 +286,7 @@ class FailoverCoordinator:
         return ready + spares >= (role.fail.degrade or role.replicas_min)
 
     def leaving(self, move: Move, cause: Loss) -> tuple[InstanceId, ...]:
-        """Members that the job goes on without for now, their roles being able to.
+        """Members that the job continues without for now, where their roles allow it.
 
         Of a world those leave too who are above the largest allowed size of what is left; they may come back where
         they were.
@@ -555,7 +555,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         homes = {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
         barred |= {one: (node,) for one, node in homes.items() if node in bad}
 
-    def changed(member: InstanceId) -> Instance:
+    def changed(member: InstanceId) -> InstanceRecord:
         one = ctx.instances[member]
         if member in leave:
             return leaving(one, failover.epoch, barred=barred.get(member, ()))
@@ -583,7 +583,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
 
 
 def _in_background(ctx: JobContext, member: InstanceId, lost: frozenset[InstanceId]) -> bool:
-    """True when nobody waits for the replacement: a spare takes over, or the role may go on with fewer."""
+    """True when the job does not wait for the replacement: a spare takes over, or fewer members suffice."""
     assert ctx.spec is not None
     role = ctx.spec.role(member.role)
     if member not in lost or not role.serves:
@@ -597,7 +597,7 @@ def _in_background(ctx: JobContext, member: InstanceId, lost: frozenset[Instance
     return member in mine[:spares]
 
 
-def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
+def _replace(one: InstanceRecord, epoch: Epoch, *, lost: bool) -> InstanceRecord:
     """A new process under ``epoch``; one that was only asked for and did not fail is as good as new and stays."""
     if one.state is InstanceState.PLANNED or (not lost and one.state is InstanceState.STARTING):
         return replace(one, epoch=epoch)
@@ -605,7 +605,7 @@ def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
     return replace(new, ended=False, retired=False, restarts=one.restarts + 1)
 
 
-def _re_form(one: Instance, epoch: Epoch) -> Instance:
+def _re_form(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     """The same process under ``epoch``, to be assembled anew; without a process it starts like any other."""
     state = InstanceState.STALE if one.alive else one.state
     if one.process is None:

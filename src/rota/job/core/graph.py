@@ -96,7 +96,7 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlastRadius:
+class LossScope:
     """What losing one instance of a role does.
 
     ``restarts`` get a new process, ``re_forms`` keep their process and go back to the last commit, ``pauses`` are the
@@ -236,13 +236,13 @@ def replaced(graph: Graph, lost: Iterable[InstanceId], whole_roles: Iterable[Rol
     )
 
 
-def blast_radius(spec: JobSpec, graph: Graph, role: RoleName) -> BlastRadius:
+def blast_radius(spec: JobSpec, graph: Graph, role: RoleName) -> LossScope:
     """What losing instance 0 of ``role`` does, as values and as the sentence shown before a start."""
     lost = (graph.ranks[role][0],)
     wide = (role,) if spec.role(role).restart in ("role", "node", "job") else ()
     if spec.role(role).restart == "job":
         everything = graph.instances
-        return BlastRadius(
+        return LossScope(
             text=f"losing {lost[0]} restarts the whole job",
             restarts=everything,
             re_forms=(),
@@ -256,7 +256,7 @@ def blast_radius(spec: JobSpec, graph: Graph, role: RoleName) -> BlastRadius:
         pauses = (role,)
     goes_on = [f"{stream.name} holds {stream.cap}" for stream in spec.streams if stream.source is None]
     rest = [name for name in graph.ranks if name not in {member.role for member in scope}]
-    return BlastRadius(
+    return LossScope(
         text=_radius_text(lost[0], restarts, re_forms, pauses, rest, goes_on),
         restarts=restarts,
         re_forms=re_forms,

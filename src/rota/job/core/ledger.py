@@ -1,6 +1,6 @@
 """The ledger of a stream: every item from its admission to the commit that trained on it, or the reason it went.
 
-An item is ``pending`` (admitted, nobody works on it), ``running`` (leased to a producer under its epoch), ``queued``
+An item is ``pending`` (admitted, without a producer), ``running`` (leased to a producer under its epoch), ``queued``
 (produced, waits for a batch) or ``leased`` (in a batch of the loop). It ends as trained, at a commit, or as dropped,
 with a reason. Conservation, which holds after every step:
 ``admitted = pending + running + queued + leased + trained + dropped``.
@@ -37,7 +37,7 @@ Order = Literal["admission", "arrival"]
 NO_EPOCH = Epoch(0)
 
 
-class Place(StrEnum):
+class ItemState(StrEnum):
     """Where an open item is."""
 
     PENDING = "pending"
@@ -46,7 +46,7 @@ class Place(StrEnum):
     LEASED = "leased"
 
 
-class Drop(StrEnum):
+class DropReason(StrEnum):
     """Why an item left without being trained on."""
 
     STALE = "stale"
@@ -65,7 +65,7 @@ class Item:
 
     uid: Uid
     number: int
-    place: Place = Place.PENDING
+    place: ItemState = ItemState.PENDING
     version: int | None = None
     holder: InstanceId | None = None
     epoch: Epoch = NO_EPOCH
@@ -94,13 +94,13 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter[str])
     _open: dict[int, Item] = field(default_factory=dict[int, Item])
     _numbers: dict[Uid, int] = field(default_factory=dict[Uid, int])
-    _places: dict[Place, dict[int, None]] = field(default_factory=lambda: {place: {} for place in Place})
+    _places: dict[ItemState, dict[int, None]] = field(default_factory=lambda: {place: {} for place in ItemState})
     _pending: list[int] = field(default_factory=list[int])
     _versions: dict[int, dict[int, None]] = field(default_factory=dict[int, dict[int, None]])
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def count(self, place: Place) -> int:
+    def count(self, place: ItemState) -> int:
         """Open items at one place."""
         return len(self._places[place])
 
@@ -120,13 +120,13 @@ class Ledger:
 
     def stillest(self) -> Item | None:
         """Of the items that are being produced, or else of those that wait for it, the one that moved longest ago."""
-        numbers = self._places[Place.RUNNING] or self._places[Place.PENDING]
+        numbers = self._places[ItemState.RUNNING] or self._places[ItemState.PENDING]
         return self._open[next(iter(numbers))] if numbers else None
 
     def room(self, batch: int) -> int:
         """How many items may be admitted now, for a consumer that takes ``batch`` at once; may be negative."""
         bound = self.spec.stale
-        most = self.spec.cap + (self.count(Place.QUEUED) if self.spec.full == "drop_oldest" else 0)
+        most = self.spec.cap + (self.count(ItemState.QUEUED) if self.spec.full == "drop_oldest" else 0)
         if bound is not None and bound.by == "pace":
             most = min(most, (bound.versions + 2 - self.every) * batch)
         return most - self.open
@@ -138,7 +138,7 @@ class Ledger:
             while self._pending and self._pending[0] == number:
                 heapq.heappop(self._pending)
             item = self._open.get(number)
-            if item is not None and item.place is Place.PENDING:
+            if item is not None and item.place is ItemState.PENDING:
                 yield item
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class Ledger:
         ended = self.trained + self.dropped.total()
         assert self.admitted == self.open + ended, f"{self.admitted} admitted, {self.open} open, {ended} ended"
         held = Counter(item.place for item in self._open.values())
-        assert all(held[place] == self.count(place) for place in Place), (held, self._places)
+        assert all(held[place] == self.count(place) for place in ItemState), (held, self._places)
         assert len(self._numbers) == self.open and all(
             number == item.number == self._numbers[item.uid] for number, item in self._open.items()
         )
@@ -160,12 +160,12 @@ class Ledger:
         """
         if uid in self._numbers:
             raise ValueError(f"{self.spec.name}: item {uid!r} is open already")
-        if self.open >= self.spec.cap and self.spec.full == "drop_oldest" and self._places[Place.QUEUED]:
-            self._end(self._open[min(self._places[Place.QUEUED])], Drop.OVERFLOW)
+        if self.open >= self.spec.cap and self.spec.full == "drop_oldest" and self._places[ItemState.QUEUED]:
+            self._end(self._open[min(self._places[ItemState.QUEUED])], DropReason.OVERFLOW)
         self.admitted += 1
         item = Item(uid=uid, number=self.admitted)
         self._numbers[uid] = item.number
-        self._move(item, Place.PENDING)
+        self._move(item, ItemState.PENDING)
         if isinstance(uid, int):
             self.cursor = max(self.cursor, uid + 1)
         return item
@@ -176,37 +176,37 @@ class Ledger:
         False when the item is neither pending nor running: it went meanwhile, and no work should be begun.
         """
         item = self.find(uid)
-        if item is None or item.place not in (Place.PENDING, Place.RUNNING):
+        if item is None or item.place not in (ItemState.PENDING, ItemState.RUNNING):
             return False
         oldest = version if item.version is None else min(item.version, version)
-        self._move(replace(item, holder=holder, epoch=epoch, version=oldest), Place.RUNNING)
+        self._move(replace(item, holder=holder, epoch=epoch, version=oldest), ItemState.RUNNING)
         return True
 
     def produce(self, uid: Uid, holder: InstanceId, epoch: Epoch, *, last: bool = True) -> bool:
         """The producer finished its stage; behind the ``last`` one the item waits for a batch.
 
-        False for a report of somebody who no longer holds the item: it counts for nothing.
+        False for a report of an instance that no longer holds the item: it is ignored.
         """
         item = self.find(uid)
-        if item is None or item.place is not Place.RUNNING or (item.holder, item.epoch) != (holder, epoch):
+        if item is None or item.place is not ItemState.RUNNING or (item.holder, item.epoch) != (holder, epoch):
             return False
-        self._move(replace(item, holder=None, epoch=NO_EPOCH), Place.QUEUED if last else Place.RUNNING)
+        self._move(replace(item, holder=None, epoch=NO_EPOCH), ItemState.QUEUED if last else ItemState.RUNNING)
         return True
 
     def queue(self, uid: Uid, version: int) -> None:
         """A pending item that needs no producer, made at model ``version``, waits for a batch."""
         item = self.find(uid)
-        assert item is not None and item.place is Place.PENDING, f"{self.spec.name}: {uid!r} is not pending"
-        self._move(replace(item, version=version), Place.QUEUED)
+        assert item is not None and item.place is ItemState.PENDING, f"{self.spec.name}: {uid!r} is not pending"
+        self._move(replace(item, version=version), ItemState.QUEUED)
 
     def release(self, uid: Uid, *, failed: bool = False, keep: bool = False) -> int:
         """The holder is lost, or its operation ``failed``: the item waits again.
 
-        ``keep``: an earlier stage is done, and the item goes on from there. Returns the number of different instances
+        ``keep``: an earlier stage is done, and the item continues from there. Returns the number of different instances
         whose operation has failed on it.
         """
         item = self.find(uid)
-        if item is None or item.place is not Place.RUNNING:
+        if item is None or item.place is not ItemState.RUNNING:
             return 0
         failed_on = item.failed_on | {item.holder} if failed and item.holder else item.failed_on
         self._again(replace(item, failed_on=failed_on), version=item.version if keep else None)
@@ -214,13 +214,13 @@ class Ledger:
 
     def release_holder(self, holder: InstanceId, epoch: Epoch) -> tuple[Uid, ...]:
         """Every item that ``holder`` runs under an epoch before ``epoch`` waits again: that process is gone."""
-        gone = [self._open[number] for number in self._places[Place.RUNNING]]
+        gone = [self._open[number] for number in self._places[ItemState.RUNNING]]
         lost = [item for item in gone if item.holder == holder and item.epoch < epoch]
         for item in lost:
             self._again(item)
         return tuple(item.uid for item in lost)
 
-    def drop(self, uid: Uid, reason: Drop) -> bool:
+    def drop(self, uid: Uid, reason: DropReason) -> bool:
         """End an item for a reason. False when it has ended before."""
         item = self.find(uid)
         if item is not None:
@@ -236,13 +236,13 @@ class Ledger:
             return ()
         too_old: list[Uid] = []
         for item in list(self._older_than(version - bound.versions)):
-            if item.place is Place.RUNNING and bound.by == "drop":
+            if item.place is ItemState.RUNNING and bound.by == "drop":
                 continue
             too_old.append(item.uid)
             if bound.by == "pace" and self.produced:
                 self._again(item)
             else:
-                self._end(item, Drop.ABORTED if item.place is Place.RUNNING else Drop.STALE)
+                self._end(item, DropReason.ABORTED if item.place is ItemState.RUNNING else DropReason.STALE)
         return tuple(too_old)
 
     def lease(
@@ -253,8 +253,8 @@ class Ledger:
         Empty while the batch is not complete: in admission order the first ``size`` items must all be queued. Call
         ``refresh`` before, so that none is too old.
         """
-        queued = self._places[Place.QUEUED]
-        waiting = self.open - self.count(Place.LEASED)
+        queued = self._places[ItemState.QUEUED]
+        waiting = self.open - self.count(ItemState.LEASED)
         wanted = min(size, waiting) if final else size
         if wanted == 0 or len(queued) < wanted:
             return ()
@@ -262,11 +262,11 @@ class Ledger:
             chosen = [self._open[number] for number, _ in zip(queued, range(wanted))]
         else:
             chosen = list(self._first(wanted))
-            if any(item.place is not Place.QUEUED for item in chosen):
+            if any(item.place is not ItemState.QUEUED for item in chosen):
                 return ()
         leased = [replace(item, holder=holder, epoch=epoch) for item in chosen]
         for item in leased:
-            self._move(item, Place.LEASED)
+            self._move(item, ItemState.LEASED)
             self.age_max = max(self.age_max, version - (item.version or 0))
         return tuple(leased)
 
@@ -274,7 +274,7 @@ class Ledger:
 
     def leased(self) -> tuple[int, ...]:
         """The numbers of the leased items; with a ``cut`` of the same moment, what its commit trains."""
-        return tuple(self._places[Place.LEASED])
+        return tuple(self._places[ItemState.LEASED])
 
     def committed(self, numbers: Iterable[int]) -> tuple[Uid, ...]:
         """A commit is durable: the items that were leased at its cut are trained, exactly once. Their uids."""
@@ -282,23 +282,23 @@ class Ledger:
         for item in done:
             self._close(item)
         self.trained += len(done)
-        if not self.count(Place.LEASED):
+        if not self.count(ItemState.LEASED):
             self.age_max = 0
         return tuple(item.uid for item in done)
 
     def cut(self) -> dict[str, Any]:
         """The ledger as JSON as it will be once the commit that carries it is durable."""
-        left = [item for item in self._open.values() if item.place is not Place.LEASED]
+        left = [item for item in self._open.values() if item.place is not ItemState.LEASED]
         return {
             "admitted": self.admitted,
             "cursor": self.cursor,
-            "trained": self.trained + self.count(Place.LEASED),
+            "trained": self.trained + self.count(ItemState.LEASED),
             "dropped": dict(sorted(self.dropped.items())),
             "again": self.again,
             "age": self.age_max,
-            "pending": self.count(Place.PENDING),
-            "running": self.count(Place.RUNNING),
-            "queued": self.count(Place.QUEUED),
+            "pending": self.count(ItemState.PENDING),
+            "running": self.count(ItemState.RUNNING),
+            "queued": self.count(ItemState.QUEUED),
             "open": ranges(item.uid for item in left),
         }
 
@@ -321,7 +321,7 @@ class Ledger:
 
     # -- the only places where an item changes ------------------------------------------------------------------------
 
-    def _move(self, item: Item, to: Place) -> None:
+    def _move(self, item: Item, to: ItemState) -> None:
         before = self._open.get(item.number)
         if before is not None:
             del self._places[before.place][item.number]
@@ -329,22 +329,22 @@ class Ledger:
         moved = replace(item, place=to)
         self._open[item.number] = moved
         self._places[to][item.number] = None
-        if to in (Place.RUNNING, Place.QUEUED) and item.version is not None:
+        if to in (ItemState.RUNNING, ItemState.QUEUED) and item.version is not None:
             self._versions.setdefault(item.version, {})[item.number] = None
-        elif to is Place.PENDING:
+        elif to is ItemState.PENDING:
             heapq.heappush(self._pending, item.number)
 
     def _close(self, item: Item) -> None:
         del self._open[item.number], self._places[item.place][item.number], self._numbers[item.uid]
         self._forget_version(item)
 
-    def _end(self, item: Item, reason: Drop) -> None:
+    def _end(self, item: Item, reason: DropReason) -> None:
         self._close(item)
         self.dropped[reason.value] += 1
 
     def _again(self, item: Item, version: int | None = None) -> None:
         self.again += 1
-        self._move(replace(item, holder=None, epoch=NO_EPOCH, version=version), Place.PENDING)
+        self._move(replace(item, holder=None, epoch=NO_EPOCH, version=version), ItemState.PENDING)
 
     def _forget_version(self, item: Item) -> None:
         if item.version is not None and (numbers := self._versions.get(item.version)) is not None:
@@ -359,7 +359,7 @@ class Ledger:
     def _first(self, size: int) -> Iterator[Item]:
         """The first admitted items that no batch holds."""
         for item in self._open.values():
-            if item.place is not Place.LEASED:
+            if item.place is not ItemState.LEASED:
                 yield item
                 size -= 1
                 if size == 0:
@@ -369,10 +369,10 @@ class Ledger:
         shift = self.admitted - self.open
         items = [replace(item, number=item.number + shift) for item in self._open.values()]
         self._open, self._pending = {}, []
-        self._places = {place: {} for place in Place}
+        self._places = {place: {} for place in ItemState}
         for item in items:
             self._numbers[item.uid] = item.number
-            self._move(item, Place.PENDING)
+            self._move(item, ItemState.PENDING)
 
 
 def ranges(uids: Iterable[Uid]) -> list[Any]:

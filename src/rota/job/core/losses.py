@@ -11,9 +11,9 @@ from rota.job.core.context import (
     Charge,
     Ending,
     Failover,
-    Gang,
     GangState,
-    Instance,
+    HeldGang,
+    InstanceRecord,
     JobContext,
     Loss,
     replace,
@@ -76,7 +76,7 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
     return _lost(ctx, [one], loss)
 
 
-def stopped(one: Instance, epoch: Epoch) -> Instance:
+def stopped(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     """A process that had to go is gone."""
     if epoch not in one.doomed:
         return one
@@ -168,18 +168,18 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
     return ctx
 
 
-def _is_gone(one: Instance, alive: Mapping[InstanceId, set[Epoch]]) -> bool:
+def _is_gone(one: InstanceRecord, alive: Mapping[InstanceId, set[Epoch]]) -> bool:
     return one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
 
 
-def _lost(ctx: JobContext, given_up: list[Instance], loss: Loss) -> JobContext:
+def _lost(ctx: JobContext, given_up: list[InstanceRecord], loss: Loss) -> JobContext:
     node = ctx.bundle(loss.instance)[1].node if loss.instance in ctx.bound else NO_NODE_ID
     loss = replace(loss, node=node)
     lost = [moved(one, InstanceState.LOST, running=False, error=loss) for one in given_up]
     return moved(ctx.with_instances(lost), JobState.RECOVERING, losses=(*ctx.losses, loss))
 
 
-def _concerns(one: Instance, event: InstanceLost) -> bool:
+def _concerns(one: InstanceRecord, event: InstanceLost) -> bool:
     """True when the event speaks of the present process.
 
     One process serves every epoch from the one it was started under to the present one. An error in code that lives
@@ -215,26 +215,26 @@ def _with_failover(ctx: JobContext, **changes: float | bool) -> JobContext:
     return replace(ctx, failovers=tuple(change(one) for one in ctx.failovers))
 
 
-def _with_unexpected(one: Instance, alive: set[Epoch]) -> Instance:
+def _with_unexpected(one: InstanceRecord, alive: set[Epoch]) -> InstanceRecord:
     """Add processes that exist though the log does not want them to those that must go."""
     own = {one.process.epoch} if one.process else set[Epoch]()
     extra = sorted(alive - own - set(one.doomed))
     return replace(one, doomed=(*one.doomed, *extra)) if extra else one
 
 
-def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[Gang]:
+def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[HeldGang]:
     known = {(gang.id, gang.epoch) for gang in ctx.gangs}
     extra = dict.fromkeys(pair for pair in found if pair not in known)
-    return (Gang(id=gang, epoch=epoch, state="releasing") for gang, epoch in extra)
+    return (HeldGang(id=gang, epoch=epoch, state="releasing") for gang, epoch in extra)
 
 
-def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Gang | None:
+def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> HeldGang | None:
     """A reservation that the log has and the engine has not: the engine forgot it."""
     return next((gang for gang in ctx.gangs if gang.state == "reserved" and (gang.id, gang.epoch) not in found), None)
 
 
-def _without_reservation(ctx: JobContext, gang: Gang) -> JobContext:
-    """The engine lost a reservation: the job goes back to the queue, and goes on from its last commit."""
+def _without_reservation(ctx: JobContext, gang: HeldGang) -> JobContext:
+    """The engine lost a reservation: the job goes back to the queue, and continues from its last commit."""
     first = next(iter(ctx.instances.values()))
     cause = Loss(
         instance=first.id,
@@ -252,7 +252,7 @@ CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry",
 
 
 def stop(ctx: JobContext, event: StopAsked) -> JobContext:
-    """Somebody wants the job to end; the reason decides the final state."""
+    """The job is asked to end; the reason decides the final state."""
     return moved(ctx, JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
 
 

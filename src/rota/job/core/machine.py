@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rota.job.core import losses, migration, resize, shutdown
-from rota.job.core.context import Ending, Gang, Instance, JobContext, Process, replace
+from rota.job.core.context import Ending, HeldGang, InstanceRecord, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
@@ -224,7 +224,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
             return losses.reattach(ctx, event)
         case GangReserved(gang=gang, epoch=epoch):
-            return _reserved(ctx, Gang(id=gang, epoch=epoch, state="reserved"))
+            return _reserved(ctx, HeldGang(id=gang, epoch=epoch, state="reserved"))
         case GangReleased(gang=gang, epoch=epoch):
             return resize.released(losses.without_gang(ctx, gang, epoch, "releasing"), gang)
         case InstanceStarted():
@@ -268,7 +268,7 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
         starting_s=ctx.at_s,
         gangs=(
             *ctx.gangs,
-            *(Gang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
+            *(HeldGang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
         ),
         instances={
             one: replace(resize.first(spec.role(one.role), one), epoch=epoch, restarts=old.restarts, error=old.error)
@@ -278,22 +278,22 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
     return losses.restore_point(ctx.with_placement(event.placement, ()))
 
 
-def _reserved(ctx: JobContext, gang: Gang) -> JobContext:
-    """Reserved as asked; one that nobody waits for any more is given back."""
+def _reserved(ctx: JobContext, gang: HeldGang) -> JobContext:
+    """Reserved as asked; one that is no longer wanted is given back."""
     known = {(one.id, one.epoch): one for one in ctx.gangs}
     match known.get((gang.id, gang.epoch)):
-        case Gang(state="reserving"):
+        case HeldGang(state="reserving"):
             gangs = tuple(gang if (one.id, one.epoch) == (gang.id, gang.epoch) else one for one in ctx.gangs)
             # A boundary that was passed before there was a place says nothing of what would be lost by leaving now.
             leaves = any(ask.gang == gang.id and ask.leaves for ask in ctx.asks)
             return replace(ctx, gangs=gangs, boundary=ctx.boundary and not leaves)
-        case Gang():
+        case HeldGang():
             return ctx
         case None:
             return replace(ctx, gangs=(*ctx.gangs, replace(gang, state="releasing")))
 
 
-def _started(one: Instance, event: InstanceStarted) -> Instance:
+def _started(one: InstanceRecord, event: InstanceStarted) -> InstanceRecord:
     """The process that was asked for exists; any other one must go."""
     if one.process is not None and one.process.epoch == event.epoch:
         if one.state is not InstanceState.STARTING:
@@ -305,13 +305,13 @@ def _started(one: Instance, event: InstanceStarted) -> Instance:
     return replace(one, doomed=(*one.doomed, event.epoch))
 
 
-def _ready(one: Instance, event: InstanceReady) -> Instance:
+def _ready(one: InstanceRecord, event: InstanceReady) -> InstanceRecord:
     if one.state is not InstanceState.STALE or event.epoch != one.epoch:
         return one
     return moved(one, InstanceState.READY, restored=event.restored)
 
 
-def _ended(one: Instance, epoch: Epoch) -> Instance:
+def _ended(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     """Returned with success; its process is stopped with the job, or used again when a recovery takes it in."""
     if one.state is not InstanceState.READY or not one.running or epoch != one.epoch:
         return one
@@ -344,10 +344,11 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 
 
+Change = Callable[[InstanceRecord], InstanceRecord]
 _OfInstance = InstanceStarted | InstanceReady | InstanceEnded | InstanceLost | InstanceStopped | ProgressStalled
 
 
-def _with_instance(ctx: JobContext, event: _OfInstance, change: Callable[[Instance], Instance]) -> JobContext:
+def _with_instance(ctx: JobContext, event: _OfInstance, change: Change) -> JobContext:
     """Apply ``change`` to the instance an event speaks of; an instance that the job does not have changes nothing."""
     one = ctx.instances.get(InstanceId(event.role, event.rank))
     if one is None:

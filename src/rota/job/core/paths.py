@@ -47,7 +47,7 @@ class Path:
 
     @property
     def put(self) -> bool:
-        """True when the loop puts the items in; nobody can read them a second time."""
+        """True when the loop puts the items in; they cannot be read a second time."""
         return self.head.source is None
 
 
@@ -107,7 +107,7 @@ def _takes_batches(op: OpSpec) -> bool:
 
 
 def faults_of(spec: JobSpec) -> Iterator[Finding]:
-    """Everything in the streams of a job that would stall or that nobody could drive; the edges must be known ones."""
+    """Everything in the streams of a job that would stall or cannot be driven; the edges must be known ones."""
     yield from _lines(spec)
     for stream in spec.streams:
         at = ("streams", stream.name)
@@ -123,7 +123,7 @@ def faults_of(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _lines(spec: JobSpec) -> Iterator[Finding]:
-    """Forks, joins and chains: what is no line from a stream; then each line by itself."""
+    """Forks, joins and chains: what is not a line from a stream; then each line by itself."""
     streams = {stream.name for stream in spec.streams}
     driven = driven_ends(spec, streams)
     seen_from: dict[str, str] = {}
@@ -140,8 +140,8 @@ def _lines(spec: JobSpec) -> Iterator[Finding]:
                 yield Finding(path=at, message=message, hint="let the loop take one of the two by a call", code=code)
             ends[end] = text
         if edge.source in streams and any(other.target == edge.source for other in spec.edges):
-            bad, message = True, f"{text} goes on from {edge.source}, which a path feeds"
-            hint = f"let the path go on over the operations, or let the loop put() what it takes from {edge.source}"
+            bad, message = True, f"{text} continues from {edge.source}, which a path feeds"
+            hint = f"let the path continue over the operations, or let the loop put() what it takes from {edge.source}"
             yield Finding(path=at, message=message, hint=hint, code="CHAIN")
     paths = () if bad else paths_of(spec)
     if len(paths) > 1 and spec.loop is not None and spec.loop.workload == DRAIN:

@@ -2,7 +2,7 @@
 
 A vertex is an instance (``role/rank``), or something an instance waits for: ``master``, ``stream groups``, a process
 that is gone. An edge goes from the one who waits to the one waited for. Cycles are merged (strongly connected
-components, Tarjan 1972); a component that waits for nobody outside is a sink. A sink whose every member is stuck is a
+components, Tarjan 1972); a component without waits to the outside is a sink. A sink whose every member is stuck is a
 root: one member is the culprit of all who reach it, several wait for each other. A sink that makes progress excuses
 those who wait for it: limits are on progress, never on duration.
 """
@@ -22,12 +22,12 @@ from rota.spec.reasons import Reason
 WaitKind = Literal[
     "call", "ready", "stream", "weights", "collective", "meeting", "lease", "commit", "start", "declared"
 ]
-"""``ready``: a call that nobody can take yet; ``meeting``: a process group that is not complete; ``declared``: told by
+"""``ready``: a call for which no instance is ready; ``meeting``: a process group that is not complete; ``declared``: by
 user code (``ctx.waiting``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class WaitEdge:
     """``source`` has waited for ``target`` for ``age_s`` seconds; ``what`` is the operation, stream or tensor."""
 
     source: str
@@ -41,8 +41,8 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How a vertex stands. ``still_s`` is since its last sign of progress, 0 while nothing is expected of it.
+class VertexStatus:
+    """Status of a vertex. ``still_s`` is since its last sign of progress, 0 while nothing is expected of it.
 
     ``excuse`` says why its silence is legal (declared, or being recovered). ``silent_s`` is since its last beat.
     """
@@ -65,7 +65,7 @@ class Root:
     """Where waiting ends: ``members`` are one culprit, or several that wait for each other along ``cycle``."""
 
     members: tuple[str, ...]
-    cycle: tuple[Wait, ...] = ()
+    cycle: tuple[WaitEdge, ...] = ()
 
     @property
     def deadlock(self) -> bool:
@@ -75,10 +75,10 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitGraph:
-    """Edges and standings of one moment. A vertex without a standing is taken to make progress."""
+    """Edges and statuses of one moment. A vertex without a status is taken to make progress."""
 
-    waits: tuple[Wait, ...] = ()
-    standings: Mapping[str, Standing]
+    waits: tuple[WaitEdge, ...] = ()
+    statuses: Mapping[str, VertexStatus]
 
     def roots(self) -> tuple[Root, ...]:
         """Every sink whose members are all stuck, in the order of their names."""
@@ -87,7 +87,7 @@ class WaitGraph:
         for members in components(after):
             inside = frozenset(members)
             sink = all(target in inside for one in members for target in after[one])
-            if sink and all(one in self.standings and self.standings[one].stuck for one in members):
+            if sink and all(one in self.statuses and self.statuses[one].stuck for one in members):
                 found.append(Root(members=members, cycle=self._cycle(inside)))
         return tuple(sorted(found, key=lambda root: root.members))
 
@@ -106,18 +106,18 @@ class WaitGraph:
         return tuple(sorted(inside - set(root.members)))
 
     def _arrows(self) -> dict[str, list[str]]:
-        after: dict[str, list[str]] = {name: [] for name in self.standings}
+        after: dict[str, list[str]] = {name: [] for name in self.statuses}
         for wait in self.waits:
             after.setdefault(wait.source, []).append(wait.target)
             after.setdefault(wait.target, [])
         return after
 
-    def _cycle(self, members: frozenset[str]) -> tuple[Wait, ...]:
+    def _cycle(self, members: frozenset[str]) -> tuple[WaitEdge, ...]:
         """One closed way inside a component; empty when its only member does not wait for itself."""
         inner = [wait for wait in self.waits if wait.source in members and wait.target in members]
         if not inner:
             return ()
-        way: dict[str, Wait] = {}
+        way: dict[str, WaitEdge] = {}
         vertex = min(members)
         while vertex not in way:
             way[vertex] = max((wait for wait in inner if wait.source == vertex), key=_age)
@@ -128,7 +128,7 @@ class WaitGraph:
         return tuple(cycle)
 
 
-def _age(wait: Wait) -> float:
+def _age(wait: WaitEdge) -> float:
     return wait.age_s
 
 
@@ -174,7 +174,7 @@ def _met(target: str, vertex: str, index: dict[str, int], low: dict[str, int], d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class RankStatus:
     """A member of a process group: how many collectives it has entered, -1 when not known.
 
     ``inside`` = its code is in a collective now; ``silent`` = it has stopped answering.
@@ -187,14 +187,14 @@ class Rank:
     still_s: float = 0.0
 
 
-def collective_waits(ranks: Iterable[Rank], *, still_min_s: float) -> tuple[Wait, ...]:
+def collective_waits(ranks: Iterable[RankStatus], *, still_min_s: float) -> tuple[WaitEdge, ...]:
     """Who waits for whom in a process group, among members without progress for ``still_min_s``.
 
     A member waits for those that entered fewer collectives. Where all entered as many, it waits for those that do not
     answer; else, if some are inside a collective, for those that are not; else all that are still wait for each other.
     """
     known = [rank for rank in ranks if rank.entered >= 0]
-    waits: list[Wait] = []
+    waits: list[WaitEdge] = []
     for rank in known:
         if rank.silent or rank.still_s < still_min_s:
             continue
@@ -203,13 +203,13 @@ def collective_waits(ranks: Iterable[Rank], *, still_min_s: float) -> tuple[Wait
             behind = _behind_at_same_count(rank, known, still_min_s)
         what = f"number {rank.entered}"
         waits += [
-            Wait(source=rank.name, target=other.name, kind="collective", what=what, age_s=rank.still_s)
+            WaitEdge(source=rank.name, target=other.name, kind="collective", what=what, age_s=rank.still_s)
             for other in behind
         ]
     return tuple(waits)
 
 
-def _behind_at_same_count(rank: Rank, known: Sequence[Rank], still_min_s: float) -> list[Rank]:
+def _behind_at_same_count(rank: RankStatus, known: Sequence[RankStatus], still_min_s: float) -> list[RankStatus]:
     others = [other for other in known if other is not rank]
     if silent := [other for other in others if other.silent]:
         return silent
@@ -221,7 +221,7 @@ def _behind_at_same_count(rank: Rank, known: Sequence[Rank], still_min_s: float)
 
 SLOW_FACTOR = 1.5
 SLOW_STEPS = 20
-"""A member is slow when the median of so many steps is so much longer than the median of its role."""
+"""A member is slow when the median of this number of its steps exceeds that of its role by this factor."""
 DROP_SHARE = 0.6
 DROP_S = 30.0
 XID_RECENT_S = 600.0
@@ -316,7 +316,7 @@ def device_faults(lines: Iterable[str], now_s: float) -> tuple[DeviceFault, ...]
 def memory_faults(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
     """Devices whose count of uncorrectable memory errors rose, and by how much; a reset sets a count back to 0.
 
-    What a device corrected by itself is no fault and is not counted. Source: NVIDIA, "GPU Memory Error Management".
+    Errors that a device corrected by itself are not counted. Source: NVIDIA, "GPU Memory Error Management".
     """
     return {index: n - before[index] for index, n in now.items() if n > before.get(index, n)}
 
@@ -325,7 +325,7 @@ def memory_evidence(signal: int | None, kills_before: int | None, kills_after: i
     """What proves that a process was ended for memory; empty without proof.
 
     A process that the kernel's out-of-memory killer ends dies by SIGKILL, and the control group counts it. A SIGKILL
-    alone is somebody else's, and a word in a text is no evidence.
+    alone has another cause, and a word in a text is not evidence.
     """
     if signal != 9 or kills_before is None or kills_after is None or kills_after <= kills_before:
         return ""
@@ -503,7 +503,7 @@ def second_round(world: int, first: Times) -> tuple[Pair, ...]:
 
 
 def verdict(first: Times, second: Times) -> Verdict:
-    """Who is at fault. Nobody is where no pair of the first round was good: then the links as a whole are in doubt."""
+    """Members at fault; none when no pair of the first round was good: then the links as a whole are suspect."""
     usual_s = _usual_s(first)
     slow = {n: s / usual_s for (_, n), s in second.items() if s is not None and s > _slow_s(usual_s)}
     return Verdict(faulty=tuple(n for (_, n), s in second.items() if s is None), slow=slow)

@@ -1,7 +1,7 @@
-"""How many members a role has now: who joins, stands by or leaves, and which gangs are asked for meanwhile.
+"""Number of members of a role: which join, are on standby or leave, and which gangs are asked for meanwhile.
 
 Members of a role that serves calls come and go one by one: one that comes up in the background is taken in when it is
-ready, and nobody waits for it. The world of a command changes as a whole, by a recovery without a loss.
+ready, and the job does not wait for it. The world of a command changes as a whole, by a recovery without a loss.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss, replace
+from rota.job.core.context import GangDemand, HeldGang, InstanceRecord, JobContext, Loss, replace
 from rota.job.core.graph import expand
 from rota.job.core.placement import nodes_apart, request_of
 from rota.job.core.transitions import moved, without_process
@@ -38,11 +38,11 @@ PLANNED = frozenset({Reason.RESIZED, Reason.MIGRATED_DRAIN})
 """Recoveries in which nothing was lost: they are no failures, and cost no budget."""
 
 
-def first(role: RoleSpec, one: InstanceId) -> Instance:
-    """The record of a member before an attempt: it starts with the gang, stands by, or waits to be granted."""
+def first(role: RoleSpec, one: InstanceId) -> InstanceRecord:
+    """The record of a member before an attempt: it starts with the gang, is on standby, or waits for a grant."""
     if one.rank >= role.gang_size:
-        return Instance(id=one, state=InstanceState.GONE, retired=True)
-    return Instance(id=one, spare=one.rank >= role.replicas_min)
+        return InstanceRecord(id=one, state=InstanceState.GONE, retired=True)
+    return InstanceRecord(id=one, spare=one.rank >= role.replicas_min)
 
 
 def is_world(role: RoleSpec) -> bool:
@@ -90,12 +90,12 @@ def waits_for_answers(ctx: JobContext, role: RoleName) -> bool:
     return any(not ask.answered and ask.everybody[0].role == role for ask in ctx.asks)
 
 
-def unplaced(ctx: JobContext) -> tuple[Instance, ...]:
+def unplaced(ctx: JobContext) -> tuple[InstanceRecord, ...]:
     """Members that are waited for and may not start where they were, or whose place was given back."""
     return tuple(one for one in ctx.instances.values() if not one.retired and (one.barred or not has_place(ctx, one)))
 
 
-def departing(ctx: JobContext) -> tuple[Instance, ...]:
+def departing(ctx: JobContext) -> tuple[InstanceRecord, ...]:
     """Members on a node that is to be left, of that which goes first; none while anything is being recovered."""
     if ctx.failover is not None or ctx.losses or ctx.ending is not None:
         return ()
@@ -106,22 +106,22 @@ def departing(ctx: JobContext) -> tuple[Instance, ...]:
     return ()
 
 
-def leaves(ctx: JobContext, ask: Ask) -> bool:
+def leaves(ctx: JobContext, ask: GangDemand) -> bool:
     """True while an ask is for exactly those who are to leave their node."""
     return set(ask.everybody) == {one.id for one in departing(ctx)}
 
 
-def held(ctx: JobContext) -> Ask | None:
+def held(ctx: JobContext) -> GangDemand | None:
     """The place that is reserved for those who are to leave their node."""
     have = {gang.id for gang in ctx.gangs if gang.state == "reserved"}
     return next((ask for ask in ctx.asks if ask.gang in have and _is_held(ctx, ask)), None)
 
 
-def _is_held(ctx: JobContext, ask: Ask) -> bool:
+def _is_held(ctx: JobContext, ask: GangDemand) -> bool:
     return ask.state == "held" and not ask.back and leaves(ctx, ask)
 
 
-def has_place(ctx: JobContext, one: Instance) -> bool:
+def has_place(ctx: JobContext, one: InstanceRecord) -> bool:
     """True when the reservation in which it ran exists."""
     return one.id in ctx.bound and any(gang.id == ctx.bound[one.id][0] for gang in ctx.gangs)
 
@@ -156,7 +156,7 @@ def granted(ctx: JobContext, event: GangGranted) -> JobContext:
     placement = Placement(gangs=(*ctx.placement.gangs, grant))
     ctx = _with_ask(ctx, ask.gang, "asked", state="held" if ask.leaves else "granted", answered=True)
     ctx = ctx.with_placement(placement, ctx.asks)
-    gangs = (*ctx.gangs, Gang(id=ask.gang, epoch=ask.epoch, state="reserving"))
+    gangs = (*ctx.gangs, HeldGang(id=ask.gang, epoch=ask.epoch, state="reserving"))
     if ask.leaves:
         return replace(ctx, gangs=gangs)
     coming = [_coming(ctx.instances[member], ask.epoch) for member in ask.everybody]
@@ -164,7 +164,7 @@ def granted(ctx: JobContext, event: GangGranted) -> JobContext:
 
 
 def waits(ctx: JobContext, event: GangWaits) -> JobContext:
-    """Nothing to be had now. Members whose old node is fit go on there; the others wait."""
+    """No grant now. Members whose old node is fit stay there; the others wait."""
     ctx = _with_ask(ctx, event.gang, "asked", answered=True)
     ask = next((one for one in ctx.asks if one.gang == event.gang), None)
     moves = ask is not None and any(not ctx.instances[one].retired for one in ask.everybody)
@@ -187,7 +187,7 @@ def no_node(ctx: JobContext) -> JobContext:
 
 
 def answered(ctx: JobContext) -> JobContext:
-    """Nobody answers: worlds begin with the members that they have."""
+    """No answer in time: worlds begin with the members that they have."""
     return replace(ctx, asks=tuple(replace(ask, answered=True) for ask in ctx.asks))
 
 
@@ -209,8 +209,8 @@ def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
     return ctx
 
 
-def _refused(ctx: JobContext, one: Instance, avoid: tuple[NodeId, ...]) -> Instance:
-    """One that nobody waits for, or that its world can begin without, is as if it had not been granted.
+def _refused(ctx: JobContext, one: InstanceRecord, avoid: tuple[NodeId, ...]) -> InstanceRecord:
+    """A spare, or one that its world can begin without, is as if it had not been granted.
 
     Another asks anew, and avoids what it avoided before and the node that was granted.
     """
@@ -243,7 +243,7 @@ def scaled(ctx: JobContext, event: ScaleAsked) -> JobContext:
 
 
 def resized_spec(spec: JobSpec, event: ScaleAsked) -> JobSpec:
-    """The spec with room for so many members."""
+    """The spec with room for the number of members that is asked for."""
     return replace(
         spec,
         roles=tuple(
@@ -257,7 +257,7 @@ def resized_spec(spec: JobSpec, event: ScaleAsked) -> JobSpec:
 
 
 def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
-    """As many members take part as shall; the rest stands by, as many as shall; who is too many leaves."""
+    """Fill the role to its size; the rest is on standby up to its number, and surplus members leave."""
     want, standby = wanted_size(ctx, role), role.gang_size - role.replicas_min
     present = [one for one in ctx.of_role(role.name) if not one.retired]
     surplus = present[want + standby :] if len(present) > want + standby else []
@@ -271,21 +271,21 @@ def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
     return ctx.with_instances(changed) if changed else ctx
 
 
-def leaving(one: Instance, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> Instance:
-    """The job goes on without it: its process is stopped and none is started."""
+def leaving(one: InstanceRecord, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> InstanceRecord:
+    """The job continues without it: its process is stopped and none is started."""
     return replace(
         without_process(one, InstanceState.GONE, epoch), retired=True, spare=False, barred=barred or one.barred
     )
 
 
-def _coming(one: Instance, epoch: Epoch) -> Instance:
+def _coming(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     if not one.retired:
         return replace(one, barred=())
     return moved(one, InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
 
 
 def without(ctx: JobContext, gang: GangId) -> JobContext | None:
-    """The members of a gang that was granted beside the admission leave; None if the job cannot go on without them.
+    """The members of a gang that was granted beside the admission leave; None if the job needs them.
 
     Those of a world leave by its next recovery, the others now. A place that is only held for a move has none yet.
     """
@@ -294,7 +294,7 @@ def without(ctx: JobContext, gang: GangId) -> JobContext | None:
         return None
     if ask.state == "held":
         return _with_ask(ctx, gang, "held", back=True)
-    going: list[Instance] = []
+    going: list[InstanceRecord] = []
     for name in sorted({member.role for member in ask.everybody}):
         role, active = ctx.spec.role(name), ctx.active_of(name)
         left = sum(one.id not in ask.everybody for one in active)
@@ -309,7 +309,7 @@ def without(ctx: JobContext, gang: GangId) -> JobContext | None:
 
 
 def _trimmed(ctx: JobContext, role: RoleSpec) -> JobContext:
-    """Before it begins, the largest allowed world of the members that are there; the rest stands by."""
+    """Before it begins, the largest allowed world of the members that are there; the rest is on standby."""
     present = [one for one in ctx.of_role(role.name) if not one.retired]
     size = world_of(role, min(len(present), max(wanted_size(ctx, role), role.replicas_min)))
     if not size or any(one.state is not InstanceState.PLANNED for one in present):
@@ -340,7 +340,7 @@ def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
     return None
 
 
-def candidates_of(ctx: JobContext, role: RoleSpec) -> tuple[Instance, ...]:
+def candidates_of(ctx: JobContext, role: RoleSpec) -> tuple[InstanceRecord, ...]:
     """Members whose process waits for the world to grow."""
     return tuple(one for one in ctx.of_role(role.name) if one.spare and one.alive and one.state is InstanceState.STALE)
 
@@ -358,7 +358,11 @@ def saved_by_script(ctx: JobContext) -> CheckpointSaved:
 
 
 def _resize(
-    ctx: JobContext, active: tuple[Instance, ...], *, leave: Iterable[Instance] = (), join: Iterable[Instance] = ()
+    ctx: JobContext,
+    active: tuple[InstanceRecord, ...],
+    *,
+    leave: Iterable[InstanceRecord] = (),
+    join: Iterable[InstanceRecord] = (),
 ) -> FailoverStarted:
     epoch = Epoch(ctx.epoch_max + 1)
     leave, join = tuple(leave), tuple(join)
@@ -398,7 +402,7 @@ def _asked(ctx: JobContext, role: RoleSpec) -> JobContext:
     return ctx
 
 
-def _back(ctx: JobContext, one: Instance) -> JobContext:
+def _back(ctx: JobContext, one: InstanceRecord) -> JobContext:
     """A member whose place in the gang is still held comes up again."""
     epoch = Epoch(ctx.epoch_max + 1)
     return replace(ctx.with_instances([_coming(one, epoch)]), epoch_max=epoch, starting_s=ctx.at_s)
@@ -433,7 +437,7 @@ def _with_new_ask(
     epoch = Epoch(ctx.epoch_max + 1)
     gang = GangId(f"{name}-{epoch}")
     barred = [ctx.instances[one] for one in members if ctx.instances[one].barred]
-    ask = Ask(
+    ask = GangDemand(
         gang=gang,
         epoch=epoch,
         members=tuple(bundle.members for bundle in request_of(ctx.spec, gang, members).bundles),
@@ -461,7 +465,7 @@ def abandoned(ctx: JobContext) -> frozenset[GangId]:
 
 
 def places(ctx: JobContext) -> frozenset[GangId]:
-    """Reservations in which somebody runs or will run."""
+    """Reservations in which an instance runs or will run."""
     used = {
         ctx.bound[one.id][0]
         for one in ctx.instances.values()
@@ -479,12 +483,12 @@ def _unused(ctx: JobContext) -> JobContext:
     return replace(ctx, gangs=tuple(replace(one, state="releasing") if one.id in gone else one for one in ctx.gangs))
 
 
-def _base(ctx: JobContext, one: Instance) -> int:
+def _base(ctx: JobContext, one: InstanceRecord) -> int:
     return len(ctx.plan.base[one.id.role])
 
 
 def _with_ask(ctx: JobContext, gang: GangId, was: str, **changes: object) -> JobContext:
-    def change(ask: Ask) -> Ask:
+    def change(ask: GangDemand) -> GangDemand:
         return replace(ask, **changes) if (ask.gang, ask.state) == (gang, was) else ask  # pyright: ignore[reportArgumentType] - fields of Ask
 
     return replace(ctx, asks=tuple(change(ask) for ask in ctx.asks))

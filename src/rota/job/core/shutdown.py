@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase, replace
+from rota.job.core.context import FAILED_GRACE_S, Ending, InstanceRecord, JobContext, Phase, replace
 from rota.job.core.resize import unplaced
 from rota.job.core.transitions import moved
 from rota.spec.commands import SaveCommit, Saving, SetTimer
@@ -188,7 +188,7 @@ def lost(ctx: JobContext, event: InstanceLost | ProgressStalled) -> JobContext:
     return gone(ctx, [one])
 
 
-def gone(ctx: JobContext, those: list[Instance]) -> JobContext:
+def gone(ctx: JobContext, those: list[InstanceRecord]) -> JobContext:
     """The same of processes that are known to be gone, or that failed."""
     if ctx.ending is None or ctx.ending.phase == "stop" or not those:
         return ctx

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rota.job.core.context import Instance, JobContext, changed
+from rota.job.core.context import InstanceRecord, JobContext, changed
 from rota.spec.ids import Epoch
 from rota.spec.states import InstanceState, JobState
 
 _J = JobState
 _I = InstanceState
 S = TypeVar("S", JobState, InstanceState)
-Thing = TypeVar("Thing", JobContext, Instance)
+Thing = TypeVar("Thing", JobContext, InstanceRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def moved(thing: Thing, to: JobState | InstanceState, /, **changes: object) -> T
     return changed(thing, {**changes, "state": to})
 
 
-def without_process(one: Instance, to: InstanceState, epoch: Epoch) -> Instance:
+def without_process(one: InstanceRecord, to: InstanceState, epoch: Epoch) -> InstanceRecord:
     """``one`` in ``to`` under ``epoch``; the process that it had must be gone before the next one starts."""
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
     return moved(one, to, epoch=epoch, process=None, doomed=doomed, running=False)

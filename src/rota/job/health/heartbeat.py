@@ -1,4 +1,4 @@
-"""Beats and progress: what an instance tells its master once a second, and where it counts that."""
+"""Heartbeats and progress: what an instance reports to its master once a second, and the marks it is read from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from rota.job.core.progress import Wait
+from rota.job.core.progress import WaitEdge
 from rota.job.rpc.peers import PeerTable
 from rota.job.rpc.tracing import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock
@@ -28,7 +28,7 @@ QUIET_MAX_S = 600.0
 SETTING_UP = "its setup"
 """What an instance is busy with until it is ready."""
 STEPS_KEPT = 20
-"""Durations of steps whose median a beat tells."""
+"""Number of steps whose median duration a heartbeat reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What an instance tells its master. ``idle_s`` = since its last mark of progress, 0 when nothing runs in it.
+    """Report of an instance to its master. ``idle_s`` = since its last mark of progress, 0 when nothing runs in it.
 
     ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
     mark whether or not something runs, ``waits`` whom it waits for, the oldest first. ``collectives`` counts those it
@@ -65,7 +65,7 @@ class Heartbeat:
     busy: tuple[str, ...] = ()
     quiet: str = ""
     still_s: float = 0.0
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[WaitEdge, ...] = ()
     collectives: int = -1
     inside: str = ""
     held_up: str = ""
@@ -149,7 +149,7 @@ class ProgressMarks:
         self._collectives_n = 0
 
     def touch(self) -> None:
-        """Something moved that is no step of its own: the silence begins anew."""
+        """Activity that is not a step: the silence begins anew."""
         with self._lock:
             self._at_s = self._clock.monotonic_s()
 
@@ -180,7 +180,7 @@ class ProgressMarks:
             return self._tokens, now_s
 
     def end(self, begun: tuple[int, float], name: str, *, call: str = "") -> None:
-        """What ``begin`` told of is over."""
+        """What ``begin`` announced is over."""
         token, began_s = begun
         took_s = self.waiting.spans.add("run", name, began_s, call=call)
         with self._lock:

@@ -28,7 +28,7 @@ from rota.runtime.node import bus_addresses, kernel_lines, local_devices, memory
 from rota.spec.reasons import Reason
 
 CHECK_MAX_S = 60.0
-"""A folder that does not answer for so long (a file system that is gone) is unfit too."""
+"""Limit of the check: a folder that does not answer (a file system that is gone) is unfit too."""
 DEVICES_EVERY_S = 10.0
 """A process with devices looks at them this often while it works."""
 REMEDY = "drain the node, reset the device"
@@ -38,9 +38,9 @@ ALLOCATION_BYTES = 16 * 2**20
 MATRIX_N = 512
 """Side of the matrices of small whole numbers whose product is checked; a product of theirs is exact in float32."""
 PAIR_MAX_S, PAIR_TIMES = 15.0, 3
-"""A pair that takes longer has failed; the shortest of so many sums counts, which leaves out who came late."""
+"""A pair that takes longer has failed; the shortest of this number of sums counts, which excludes late starts."""
 DEVICE_TIMES = 16
-"""A device multiplies matrices so many times as large: some 20 ms of an H100."""
+"""Factor by which the matrices of a device are larger: some 20 ms of an H100."""
 COLLECTIVE_N = 2**18
 """Numbers in the collective that is checked (1 MiB)."""
 
@@ -133,7 +133,7 @@ def pairwise(group: Any, store: Any, rank: int, world: int, device: str, *, limi
 def _round(
     group: Any, store: Any, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
 ) -> dict[Pair, float | None]:
-    """What every pair of a round took. Both of a pair tell; it has failed when one tells so, or nothing in time."""
+    """Seconds that each pair of a round took. Both members report; a pair failed if one says so, or none in time."""
     turns = max(Counter(n for pair in pairs for n in pair).values(), default=0)
     until_s = SystemClock().monotonic_s() + limit_s * (turns + 1)
     for pair in (one for one in pairs if rank in one):
@@ -173,7 +173,7 @@ def _pair(group: Any, rank: int, pair: Pair, device: str, limit_s: float) -> flo
     return best_s if torch.equal(mine + theirs, numbers * (rank + other + 2)) else None
 
 
-def told_of(judged: Verdict, rank: int, *, exclude: bool) -> list[Unfit]:
+def findings_for(judged: Verdict, rank: int, *, exclude: bool) -> list[Unfit]:
     """What a verdict says of one member; that it is slow counts only where the contract leaves slow ones out."""
     if rank in judged.faulty:
         text = "a sum with a neighbour fails, and with a member whose own was right too; take the node out of use"

@@ -68,7 +68,7 @@ def own_reason(error: BaseException) -> Reason | None:
     return Reason(found) if isinstance(found, str) and found in Reason.__members__ else None
 
 
-def told(error: BaseException) -> tuple[str, str]:
+def error_summary(error: BaseException) -> tuple[str, str]:
     """What was raised in one line, with what to do about it where that is known, and its traceback.
 
     Its frames begin with the first of the job. What Rota says on purpose has those of the job alone, or no traceback.

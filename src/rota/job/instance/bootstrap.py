@@ -1,4 +1,4 @@
-"""First code of a rank's process: stacks on demand, steps and collectives told, errors to a file; then the script.
+"""First code of a rank's process: stacks on demand, steps and collectives reported, errors to a file; then the script.
 
 ``python -m rota.job.instance.bootstrap SCRIPT ARGS...`` runs the script as ``__main__``, with ``sys.argv`` and the
 import path as if it had been started directly.
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rota.job.health.stacks import told
+from rota.job.health.stacks import error_summary
 from rota.job.rpc.tracing import own_collectives
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import get
@@ -58,7 +58,7 @@ class StepCounter:
 
 def write_error(path: Path, error: BaseException) -> None:
     """The error file of torchelastic: message, traceback and time."""
-    text, trace = told(error)
+    text, trace = error_summary(error)
     extra = {"py_callstack": trace, "timestamp": f"{SystemClock().wall_s():.6f}"}
     message = {"message": text, "extraInfo": extra}
     with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rota.job import checkpoint
-from rota.job.checkpoint import Cadence, folder_of, prune
+from rota.job.checkpoint import CheckpointTimer, folder_of, prune
 from rota.job.core.progress import bad_losses
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
@@ -79,11 +79,11 @@ class Flow:
         self._epoch: Epoch = setup.epoch
         self._pending: asyncio.Task[int] | None = None
         self._paced: dict[str, int] = {}
-        self._cadence = Cadence.of(config.spec.checkpoint, config.clock.monotonic_s())
+        self._cadence = CheckpointTimer.of(config.spec.checkpoint, config.clock.monotonic_s())
         self.pumps = Streams(
             config.spec,
-            courier=config.courier,
-            pulse=config.pulse,
+            rpc=config.rpc,
+            marks=config.marks,
             holder=config.id,
             epoch=setup.epoch,
             version=committed,
@@ -92,7 +92,7 @@ class Flow:
         )
         self.streams = StreamHandles(self, self.pumps)
         self._edges = gradient_edges(config.spec, self._send, setup.epoch)
-        self._turns = DeviceLease(config.spec, config.courier, self._send)
+        self._leases = DeviceLease(config.spec, config.rpc, self._send)
         payload.HELD.owner = True
 
     if not TYPE_CHECKING:  # a type checker knows by itself what there is
@@ -112,15 +112,15 @@ class Flow:
 
     @property
     def table(self) -> PeerTable:
-        """Who is where and ready, as last told by the master."""
-        return self._config.courier.table
+        """Who is where and ready, as last reported by the master."""
+        return self._config.rpc.table
 
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> AbstractContextManager[None]:
         """Declare a legal silence: ``with f.quiet("waiting for data", max_s=3600):``.
 
         A loop that neither calls nor commits for its ``progress`` limit counts as hung.
         """
-        return self._config.pulse.quiet(why, max_s)
+        return self._config.marks.quiet(why, max_s)
 
     def log(self, message: str) -> None:
         """One line in the log of the loop; the log adds the time."""
@@ -136,27 +136,27 @@ class Flow:
     async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call an operation; see ``calls.RpcClient`` for what it raises."""
         await self.settle()
-        courier, epoch = self._config.courier, self._epoch
-        async with self._turns.of(role):
+        rpc, epoch = self._config.rpc, self._epoch
+        async with self._leases.of(role):
             if isinstance(op.send_rule, EachRule):
                 items = _items(op, args)
-                found = courier.stream(role, op, items, args[1:], kwargs, loop_epoch=epoch)
+                found = rpc.stream(role, op, items, args[1:], kwargs, loop_epoch=epoch)
                 return of_items(await self.in_control(in_order(found, len(items))), op.recv_rule)
             try:
                 return await self._send(role, op, args, kwargs)
             finally:
-                self._config.pulse.touch()
+                self._config.marks.touch()
 
     async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return await self._config.courier.call(role, op, args, kwargs, loop_epoch=self._epoch)
+        return await self._config.rpc.call(role, op, args, kwargs, loop_epoch=self._epoch)
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """(index, result) of each item as it finishes."""
         await self.settle()
-        async with self._turns.of(role):
-            found = self._config.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
+        async with self._leases.of(role):
+            found = self._config.rpc.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
             try:
                 while True:
                     try:
@@ -180,11 +180,11 @@ class Flow:
         if edge is None:
             names = ", ".join(self._edges) or "none"
             raise BadInput(f"no gradient edge of {self.job} leaves {source!r}; edges leave {names}")
-        async with self._turns.of(edge.source[0], edge.target[0]):
+        async with self._leases.of(edge.source[0], edge.target[0]):
             try:
                 return await edge.run(batch, rest)
             finally:
-                self._config.pulse.touch()
+                self._config.marks.touch()
 
     def commit(
         self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None, **named: Any
@@ -194,7 +194,7 @@ class Flow:
 
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
         call waits for it. Raises BadInput for another n, for metrics that are no JSON, and while the commit before is
-        under way; what the commit before raised, if nobody has waited for it.
+        under way; what the commit before raised, if it was not awaited.
         """
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
@@ -237,28 +237,28 @@ class Flow:
 
     async def _commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> int:
         await self.in_control(self._save_and_commit(n, metrics, kept))
-        self._config.pulse.mark(n, "commits")
+        self._config.marks.mark(n, "commits")
         self.committed = n
         return n
 
-    # -- in the control lane ------------------------------------------------------------------------------------------
+    # -- in the control thread ----------------------------------------------------------------------------------------
 
     async def in_control(self, work: Any) -> Any:
-        """Run a coroutine in the control lane, where streams and calls live.
+        """Run a coroutine in the control thread, where streams and calls live.
 
         What comes back from there is progress: between two answers it is the loop's own code that is at work.
         """
         try:
             return await self._config.control.run(_as_coroutine(work))
         finally:
-            self._config.pulse.touch()
+            self._config.marks.touch()
 
     def call_in_control(self, function: Callable[[], None]) -> None:
-        """Call a plain function in the control lane, soon."""
+        """Call a plain function in the control thread, soon."""
         self._config.control.loop.call_soon_threadsafe(function)
 
     async def begin(self, *, keeps: bool) -> None:
-        """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
+        """In the control thread: streams continue from the cut; it ``keeps`` items that no source gives again."""
         if self._epoch > 1 and checkpoint.in_use(self._config.place.home):
             await asyncio.to_thread(payload.sweep, self.plane, self._config.place.job, self._epoch)
         if keeps:
@@ -268,19 +268,19 @@ class Flow:
         self.pumps.begin()
 
     async def _save_and_commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> None:
-        spec, courier = self._config.spec, self._config.courier
+        spec, rpc = self._config.spec, self._config.rpc
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
         roles = keepers | {edge.source for edge in due.values()}
         began_s = self._config.clock.monotonic_s()
         durable = self._cadence.due(n, began_s)
         folder = str(folder_of(self.checkpoint_dir, n, self._epoch)) if durable else ""
-        writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
+        writers = {name: rpc.table.find(edge.source, 0) for name, edge in due.items()}
         published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
         saves = [
             self._save(peer, n, tuple(name for name in published if writers[name] is peer), folder)
             for role in sorted(roles)
-            for peer in courier.table.of_role(role)
+            for peer in rpc.table.of_role(role)
         ]
         # Of one moment: another task of the loop may put items in, or take a batch, while the members save.
         items, taken = self.pumps.kept(), self.pumps.leased()
@@ -288,8 +288,8 @@ class Flow:
         await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, items, folder)] if items else ()))
         took_s = self._config.clock.monotonic_s() - began_s
         saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
-        table = await self._tell_master(n, published, metrics, saved, cut)
-        self._config.courier.update(table)
+        table = await self._commit_at_master(n, published, metrics, saved, cut)
+        self._config.rpc.update(table)
         await self._pace(n)
         self.pumps.committed(n, taken)
         if payload.HELD.let_go:
@@ -300,9 +300,9 @@ class Flow:
             await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
 
     async def _pace(self, n: int) -> None:
-        """Readers of an edge with a bounded lag that could fall further behind load commit ``n`` before we go on.
+        """Readers of an edge with a bounded lag that could fall further behind load commit ``n`` first.
 
-        One that is not ready serves nobody; one that does not load in time is for its own limits to judge.
+        One that is not ready serves no call; one that does not load in time is judged by its own limits.
         """
         due = [
             edge
@@ -324,7 +324,7 @@ class Flow:
             weights={name: version for name, version in self.table.weights.items() if name == edge},
         )
         with (
-            self._config.pulse.waiting.on(str(peer.id), "weights", edge),
+            self._config.marks.waiting.on(str(peer.id), "weights", edge),
             contextlib.suppress(ProcessGone, CallTimeout),
         ):
             await self._config.launcher.call(peer.handle(self._config.place.job), request.to_call(PACE_MAX_S))
@@ -337,14 +337,14 @@ class Flow:
 
     @cached_property
     def plane(self) -> Any:
-        """The tensor plane as this instance."""
+        """The tensor store as this instance."""
         return checkpoint.connect(self._config.place.job, self._config.id, self._epoch)
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
         call = Call(method="save", kwargs=kwargs, control=True, timeout_s=SAVE_MAX_S)
         try:
-            with self._config.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
+            with self._config.marks.waiting.on(str(peer.id), "commit", f"save {n}"):
                 reply = await self._config.launcher.call(peer.handle(self._config.place.job), call)
         except CallTimeout as error:
             raise CallError(f"commit {n}: {peer.id} did not save its state in {SAVE_MAX_S:g} s") from error
@@ -352,10 +352,10 @@ class Flow:
             reply = {"answer": "lost", "text": str(error)}
         if reply["answer"] != "done":
             # State is lost, so a rollback follows and cancels this loop.
-            await self._config.courier.wait_rollback()
+            await self._config.rpc.wait_rollback()
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
-    async def _tell_master(
+    async def _commit_at_master(
         self,
         n: int,
         published: dict[str, int],
@@ -374,13 +374,13 @@ class Flow:
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
-                with self._config.pulse.waiting.on("master", "commit", str(n)):
+                with self._config.marks.waiting.on("master", "commit", str(n)):
                     answer = await self._config.launcher.call(master_handle(self._config.place.job), call)
             except (ProcessGone, CallTimeout):
                 await self._config.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
                 continue
             if answer["answer"] == "refused":
-                await self._config.courier.wait_rollback()
+                await self._config.rpc.wait_rollback()
                 raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
             if answer.get("stop"):
                 # The job stops at this commit: whatever the loop did now would be for nothing.
@@ -411,7 +411,7 @@ class LoopRunner:
     async def form(self, setup: Setup) -> None:
         """Import the function; it is entered by ``run``."""
         self._setup = setup
-        self._config.courier.enter(setup.epoch)
+        self._config.rpc.enter(setup.epoch)
         workload = self._config.role.workload or ""
         found: Any = await self._config.user.do(lambda: import_target(workload))
         self._function = found
@@ -424,14 +424,14 @@ class LoopRunner:
         self._left, self._first = asyncio.Event(), threading.Lock()
         try:
             await flow.begin(keeps=bool(self.cut.get("keeps")))
-            with self._config.pulse.running(self._function.__name__):
+            with self._config.marks.running(self._function.__name__):
                 await self._config.user.run(self._enter(self._function, flow, self._first, self._left))
         finally:
             await flow.pumps.close()
             self._task = None
 
     async def _enter(self, function: LoopFunction, flow: Flow, first: threading.Lock, left: asyncio.Event) -> None:
-        """In the user lane: run the function, and say when it has really let go."""
+        """In the user thread: run the function, and say when it has really let go."""
         if not first.acquire(blocking=False):
             return
         FLOW.set(flow)
@@ -480,7 +480,7 @@ def _items(op: OpSpec, args: tuple[Any, ...]) -> list[Any]:
     try:
         return list(args[0])
     except TypeError:
-        raise BadInput(f"{op.name} has send=Each: {type(args[0]).__name__} is no sequence of items") from None
+        raise BadInput(f"{op.name} has send=Each: {type(args[0]).__name__} is not a sequence of items") from None
 
 
 def _commit_arguments(

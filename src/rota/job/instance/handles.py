@@ -174,7 +174,7 @@ class Roles:
         return self[name]
 
     def __getitem__(self, name: str) -> RoleHandle:
-        """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
+        """A role whose name is not a Python name: ``f.roles["rollout.decode"]``."""
         try:
             return self._handles[name]
         except KeyError:
@@ -330,8 +330,8 @@ SLEEP, WAKE = "sleep", "wake"
 class DeviceLease:
     """The leases of a job under one epoch of its loop. Belongs to the event loop that runs the loop's function."""
 
-    def __init__(self, spec: JobSpec, courier: RpcClient, send: Send) -> None:
-        groups = [_Devices([spec.role(name) for name in names], courier, send) for names in lease_groups(spec)]
+    def __init__(self, spec: JobSpec, rpc: RpcClient, send: Send) -> None:
+        groups = [_Devices([spec.role(name) for name in names], rpc, send) for names in lease_groups(spec)]
         self._devices = {role.name: group for group in groups for role in group.roles}
 
     @contextlib.asynccontextmanager
@@ -347,9 +347,9 @@ class DeviceLease:
 class _Devices:
     """The devices that some roles share, and whose turn it is."""
 
-    def __init__(self, roles: list[RoleSpec], courier: RpcClient, send: Send) -> None:
+    def __init__(self, roles: list[RoleSpec], rpc: RpcClient, send: Send) -> None:
         self.roles = roles
-        self._courier, self._send = courier, send
+        self._rpc, self._send = rpc, send
         self._holder: RoleSpec | None = None
         self._active = 0
         self._line: deque[object] = deque()
@@ -362,7 +362,7 @@ class _Devices:
         self._line.append(ticket)
         try:
             while not (self._line[0] is ticket and (self._holder is role or self._active == 0)):
-                with self._courier.waiting.on((self._holder or role).name, "lease", role.name):
+                with self._rpc.waiting.on((self._holder or role).name, "lease", role.name):
                     await self._changed.wait()
             await self._pass_to(role)
             self._active += 1
@@ -376,7 +376,7 @@ class _Devices:
             self._wake()
 
     async def _pass_to(self, role: RoleSpec) -> None:
-        """Who holds the head of the line is alone here; cut short, nobody holds the devices and the next asks anew."""
+        """Only the head of the line is here; cut short, the devices have no holder and the next asks anew."""
         held, self._holder = self._holder, None
         for other in self.roles:
             if other is not role and self._asleep.get(other.name) != self._members(other):
@@ -393,7 +393,7 @@ class _Devices:
             await self._send(role, op, (), {})
 
     def _members(self, role: RoleSpec) -> tuple[tuple[InstanceId, Epoch], ...]:
-        return tuple((peer.id, peer.epoch) for peer in self._courier.table.of_role(role.name))
+        return tuple((peer.id, peer.epoch) for peer in self._rpc.table.of_role(role.name))
 
     def _wake(self) -> None:
         self._changed.set()

@@ -28,7 +28,7 @@ from rota.job.health.heartbeat import (
     ProgressMarks,
 )
 from rota.job.health.preflight import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
-from rota.job.health.stacks import own_reason, own_stacks, told
+from rota.job.health.stacks import error_summary, own_reason, own_stacks
 from rota.job.inspect import import_target
 from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
@@ -79,7 +79,7 @@ class Instance:
         found = JobPlace.from_json(dict(place))
         clock = SystemClock()
         launcher = open_launcher(found)
-        pulse = ProgressMarks(clock)
+        marks = ProgressMarks(clock)
         who = InstanceId.parse(instance)
         job_spec = JobSpec.from_json(dict(spec))
         self._started_epoch = Epoch(epoch)
@@ -92,14 +92,14 @@ class Instance:
             devices=tuple(devices),
             launcher=launcher,
             clock=clock,
-            pulse=pulse,
-            courier=RpcClient(
+            marks=marks,
+            rpc=RpcClient(
                 job=found.job,
                 spec=job_spec,
                 launcher=launcher,
                 clock=clock,
                 caller=who,
-                waiting=pulse.waiting,
+                waiting=marks.waiting,
                 home=self._control.run,
             ),
             control=self._control,
@@ -107,7 +107,7 @@ class Instance:
         )
         self._load, self._devices = Load(clock), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
-        self._body: Runner = self._make_body()
+        self._runner: Runner = self._make_runner()
         self._epoch = Epoch(0)
         self._ready = False
         self._fence = threading.Lock()
@@ -129,7 +129,7 @@ class Instance:
         """Run user code in the event loop in which ``call`` arrives; its host says so before anything else."""
         self._user.adopt(loop)
 
-    def _make_body(self) -> Runner:
+    def _make_runner(self) -> Runner:
         role = self._config.role
         if role.run is not None:
             return CommandRunner(self._config)
@@ -152,18 +152,18 @@ class Instance:
 
         ``cut`` is what commit ``committed`` says of the streams.
         """
-        if isinstance(self._body, LoopRunner):
-            self._body.cut = dict(cut or {})
+        if isinstance(self._runner, LoopRunner):
+            self._runner.cut = dict(cut or {})
         return await self._control.run(self._run(Epoch(epoch), committed, PeerTable.from_json(dict(table))))
 
     async def peers(self, table: Mapping[str, Any]) -> None:
         """Take a newer table of peers."""
-        self._control.loop.call_soon_threadsafe(self._config.courier.update, PeerTable.from_json(dict(table)))
+        self._control.loop.call_soon_threadsafe(self._config.rpc.update, PeerTable.from_json(dict(table)))
 
     async def stacks(self) -> str:
         """The stacks of the code of the job: of the ranks of a command, else of threads and tasks of this process."""
-        if isinstance(self._body, CommandRunner):
-            return await asyncio.to_thread(self._body.stacks)
+        if isinstance(self._runner, CommandRunner):
+            return await asyncio.to_thread(self._runner.stacks)
         return own_stacks(self._user.loop)
 
     async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
@@ -217,15 +217,15 @@ class Instance:
         await asyncio.to_thread(checkpoint.prune, root, keep, newest)
 
     async def _call(self, request: Request) -> Any:
-        """In the user lane: an operation waits for the one before it, and for nobody else."""
-        if not isinstance(self._body, ClassRunner):
+        """In the user thread: an operation waits for the one before it, and for nothing else."""
+        if not isinstance(self._runner, ClassRunner):
             return Refusal(kind="stale", text=f"{self._config.id} takes no calls")
         refusal = self._refusal(request.epoch, request.loop_epoch)
         if refusal:
             return Refusal(kind="stale", text=refusal)
-        return await self._body.call(request)
+        return await self._runner.call(request)
 
-    # -- in the control lane ------------------------------------------------------------------------------------------
+    # -- in the control thread ----------------------------------------------------------------------------------------
 
     async def _assemble(self, setup: Setup) -> dict[str, Any]:
         if setup.epoch < self._epoch or (self._setup and setup.epoch < self._setup[0]):
@@ -240,7 +240,7 @@ class Instance:
 
     async def _form(self, setup: Setup, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
         try:
-            await self._body.dissolve()
+            await self._runner.dissolve()
         except StillRunning as error:
             sys.stderr.write(f"{error}; this process ends, so that another takes its place\n")
             sys.stderr.flush()
@@ -251,9 +251,9 @@ class Instance:
                 await asyncio.gather(task, return_exceptions=True)
         self._failure = None
         try:
-            with self._config.pulse.running(SETTING_UP):
+            with self._config.marks.running(SETTING_UP):
                 await run_setup(self._config)
-                await self._body.form(setup)
+                await self._runner.form(setup)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
             return self._failed(error, setup.epoch)
         if self._epoch == setup.epoch:
@@ -280,22 +280,22 @@ class Instance:
     async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
         if epoch != self._epoch or not self._ready:
             return STALE
-        self._config.courier.update(table)
+        self._config.rpc.update(table)
         if self._running is None or self._running[0] != epoch:
-            task = asyncio.get_running_loop().create_task(self._run_body(epoch, committed))
+            task = asyncio.get_running_loop().create_task(self._run_to_end(epoch, committed))
             self._running = (epoch, task)
         return await _answer_of(self._running[1])
 
-    async def _run_body(self, epoch: Epoch, committed: int) -> dict[str, Any]:
+    async def _run_to_end(self, epoch: Epoch, committed: int) -> dict[str, Any]:
         try:
-            await self._body.run(committed)
+            await self._runner.run(committed)
         except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - user code may raise anything
             return self._failed(error, epoch)
         return DONE
 
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
-        await self._body.stop(grace_s)
+        await self._runner.stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SPANS_WRITE_MAX_S):
                 await self._write_spans()
@@ -304,10 +304,10 @@ class Instance:
         self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
     ) -> dict[str, Any]:
         refusal = self._refusal(epoch, loop_epoch)
-        if refusal or not isinstance(self._body, ClassRunner):
+        if refusal or not isinstance(self._runner, ClassRunner):
             return {**STALE, "text": refusal or "no class"}
         try:
-            return {**DONE, **await self._body.save(n, tuple(edges), folder)}
+            return {**DONE, **await self._runner.save(n, tuple(edges), folder)}
         except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
             self._note_failure(error, epoch)
             return {**self._failed(error, epoch), "text": str(error)}
@@ -320,7 +320,7 @@ class Instance:
         if epoch != self._epoch or not self._ready or self._failure is not None:
             return f"{self._config.id} is at epoch {self._epoch}, {'ready' if self._ready else 'not ready'}"
         with self._fence:
-            newest = max(self._loop_epoch_max, self._config.courier.table.loop_epoch, loop_epoch)
+            newest = max(self._loop_epoch_max, self._config.rpc.table.loop_epoch, loop_epoch)
             self._loop_epoch_max = newest
         if loop_epoch < newest:
             return f"loop epoch {loop_epoch} is fenced by {newest}"
@@ -333,7 +333,7 @@ class Instance:
         return {"answer": "failed", "failure": codec.to_json_value(failure)}
 
     def _note_failure(self, error: BaseException, epoch: Epoch) -> None:
-        """User code raised: no further calls under this epoch; the next beat tells the master."""
+        """User code raised: no further calls under this epoch; the next heartbeat reports it to the master."""
         if self._failure is None and epoch == self._epoch:
             self._failure = failure_of(error, epoch)
             self._control.loop.call_soon_threadsafe(self._beat_now.set)
@@ -361,7 +361,7 @@ class Instance:
             await asyncio.sleep(BEAT_S)
 
     async def _watch_devices(self) -> None:
-        """A device that fails under its work is told as a failure of this instance: it has to leave the node."""
+        """A device that fails under its work is reported as a failure of this instance: it has to leave the node."""
         while True:
             await asyncio.sleep(DEVICES_EVERY_S)
             try:
@@ -372,7 +372,7 @@ class Instance:
                 self._note_failure(NodeUnfit(found), self._epoch)
 
     async def _write_spans(self) -> None:
-        write = self._config.pulse.waiting.spans.write
+        write = self._config.marks.waiting.spans.write
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, write, self._spans_path)
         except OSError:
@@ -387,11 +387,11 @@ class Instance:
             epoch=self._epoch,
             started_epoch=self._started_epoch,
             pid=os.getpid(),
-            table_version=self._config.courier.table.version,
+            table_version=self._config.rpc.table.version,
             failure=self._failure,
-            weights=self._body.weights() if isinstance(self._body, ClassRunner) else (),
+            weights=self._runner.weights() if isinstance(self._runner, ClassRunner) else (),
         )
-        beat = self._config.pulse.read(replace(beat, **self._load.read()))
+        beat = self._config.marks.read(replace(beat, **self._load.read()))
         if SETTING_UP in beat.busy:
             beat = self._with_imports(beat)
         call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
@@ -402,7 +402,7 @@ class Instance:
         answer = HeartbeatAnswer.from_json(raw)
         self._answered_s = self._config.clock.monotonic_s()
         if answer.table is not None:
-            self._config.courier.update(answer.table)
+            self._config.rpc.update(answer.table)
         self._follow()
 
     def _with_imports(self, beat: Heartbeat) -> Heartbeat:
@@ -414,8 +414,12 @@ class Instance:
 
     def _follow(self) -> None:
         """A reader with a bounded lag takes new versions without a call; one load at a time, beats do not wait."""
-        if self._ready and isinstance(self._body, ClassRunner) and (self._following is None or self._following.done()):
-            self._following = self._user.submit(self._body.follow(self._config.courier.table))
+        if (
+            self._ready
+            and isinstance(self._runner, ClassRunner)
+            and (self._following is None or self._following.done())
+        ):
+            self._following = self._user.submit(self._runner.follow(self._config.rpc.table))
 
 
 def failure_of(error: BaseException, epoch: Epoch) -> Failure:
@@ -431,7 +435,7 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = Reason.OOM_KILLED
     else:
         reason = own or Reason.USER_ERROR
-    text, trace = told(error)
+    text, trace = error_summary(error)
     text = secrets.redact(str(error) if own else text)
     trace = secrets.redact(getattr(error, "traceback_text", trace))
     return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])

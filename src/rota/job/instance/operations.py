@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint
-from rota.job.health.stacks import told
+from rota.job.health.stacks import error_summary
 from rota.job.inspect import import_target
-from rota.job.instance.runners import InstanceConfig, Meeting, Setup, StillRunning, make_context
+from rota.job.instance.runners import InstanceConfig, ProcessGroup, Setup, StillRunning, make_context
 from rota.job.rpc import dispatch
 from rota.job.rpc.client import Refusal, Request
 from rota.job.rpc.payload import Box, prefix_of
@@ -97,7 +97,7 @@ class Replicas:
         return [self.of[name] for name, version in needed.items() if name in self.of and self.of[name].held < version]
 
     def read(self) -> tuple[tuple[str, str, int, int, float], ...]:
-        """What a beat tells of them."""
+        """Their rows of a heartbeat."""
         now_s = self._clock.monotonic_s()
         return tuple(one.read(now_s) for one in self.of.values())
 
@@ -154,14 +154,14 @@ async def _value(found: Any) -> Any:
 
 
 LET_GO_S = 20.0
-"""So long an operation may still run after the group of its epoch was left; gloo does not give up a collective by
+"""Limit for an operation after the group of its epoch was left, in seconds; gloo does not give up a collective by
 itself while another member keeps its sockets open."""
 REPLIES_KEPT_MAX = 32
 """Answers kept by call id: a repeated request gets the first answer, the operation does not run again."""
 
 
 class _Formed:
-    """The object of one epoch and what goes on in it. But for its making it belongs to the user lane."""
+    """The object of one epoch and its running operations. Apart from its construction it belongs to the user thread."""
 
     def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any, replicas: Replicas) -> None:
         self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
@@ -191,7 +191,7 @@ class ClassRunner:
     def __init__(self, config: InstanceConfig, on_failure: Callable[[BaseException, Epoch], None]) -> None:
         self._config = config
         self._on_failure = on_failure
-        self._meeting: Meeting | None = None
+        self._meeting: ProcessGroup | None = None
         self._formed: _Formed | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class ClassRunner:
     async def form(self, setup: Setup) -> None:
         """Make the object, restore its state, set it up."""
         config = self._config
-        self._meeting = Meeting(config, setup)
+        self._meeting = ProcessGroup(config, setup)
         ctx = make_context(config, setup)
         ctx.make_group = self._meeting.make
         cls: Any = await config.user.do(lambda: import_target(config.role.workload or ""))
@@ -248,7 +248,7 @@ class ClassRunner:
         """Leave the group; the process ends after this."""
         self._leave()
 
-    # -- calls, in the user lane --------------------------------------------------------------------------------------
+    # -- calls, in the user thread ------------------------------------------------------------------------------------
 
     async def call(self, request: Request) -> Any:
         """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
@@ -278,16 +278,16 @@ class ClassRunner:
         if op is None:
             formed.leave()
             return None
-        pulse = self._config.pulse
-        begun = pulse.begin(op.name)
+        marks = self._config.marks
+        begun = marks.begin(op.name)
         try:
             value = await self._work(formed, op.name, request)
-            pulse.mark()
+            marks.mark()
             return value
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
             return self._failed(formed, error, report=request.report and op.retry != "never")
         finally:
-            pulse.end(begun, op.name, call=request.call_id)
+            marks.end(begun, op.name, call=request.call_id)
             formed.leave()
 
     async def _work(self, formed: _Formed, name: str, request: Request) -> Any:
@@ -313,7 +313,7 @@ class ClassRunner:
         return formed.plane
 
     def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
-        text, trace = told(error)
+        text, trace = error_summary(error)
         if report:
             self._on_failure(error, formed.epoch)
         return Refusal(kind="failed", text=text, traceback=trace or text)  # empty: the instance died
@@ -330,7 +330,7 @@ class ClassRunner:
         formed.enter()
 
     async def follow(self, table: PeerTable) -> None:
-        """In the user lane: take newer versions of the edges whose lag is bounded, once no operation runs."""
+        """In the user thread: take newer versions of the edges whose lag is bounded, once no operation runs."""
         formed = self._formed
         if formed is None:
             return
@@ -349,7 +349,7 @@ class ClassRunner:
         edge, replica.syncing = replica.edge, True
         try:
             if formed.marks.weights is not None:
-                with self._config.pulse.waiting.on(f"{edge.source}/0", "weights", edge.name):
+                with self._config.marks.waiting.on(f"{edge.source}/0", "weights", edge.name):
                     tensors = checkpoint.fetch(formed.plane, self._config.place.job, edge.name, version)
                 loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
                 if inspect.isawaitable(loaded):
@@ -359,7 +359,7 @@ class ClassRunner:
             replica.syncing = False
 
     def weights(self) -> tuple[tuple[str, str, int, int, float], ...]:
-        """What a beat tells of the weights edges that end here."""
+        """Rows of a heartbeat for the weights edges that end here."""
         return self._formed.replicas.read() if self._formed is not None else ()
 
     async def _in_user(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -381,12 +381,12 @@ class ClassRunner:
             state = await self._in_user(getattr(formed.object, formed.marks.state), (), {})
             size = await config.user.do(lambda: checkpoint.save(formed.plane, job, config.id, n, formed.epoch, state))
             if folder:
-                with config.pulse.quiet("checkpoint"):
+                with config.marks.quiet("checkpoint"):
                     await config.user.do(lambda: checkpoint.write(Path(folder), config.id, state))
         for edge in edges:
             await self._publish(formed, edge, n)
         if folder and formed.first:
-            with self._config.pulse.quiet("checkpoint"):
+            with self._config.marks.quiet("checkpoint"):
                 await self._config.user.do(lambda: self._keep_weights(formed, n, Path(folder)))
         return {"bytes": size, "seconds": round(self._config.clock.monotonic_s() - began_s, 6)}
 
@@ -397,7 +397,7 @@ class ClassRunner:
                 yield edge.name, n - n % edge.every
 
     def _keep_weights(self, formed: _Formed, n: int, folder: Path) -> None:
-        """What readers have and the state of commit ``n`` does not tell goes to disk with it."""
+        """What readers have and the state of commit ``n`` does not hold goes to disk with it."""
         for edge, published in self._published(formed, n):
             found = checkpoint.find_weights(formed.plane, self._config.place.job, edge, published)
             if published < n and found is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rota.job.health.heartbeat import QUIET_MAX_S, ProgressMarks
-from rota.job.health.preflight import NodeUnfit, collective, pairwise, slow_text, told_of
+from rota.job.health.preflight import NodeUnfit, collective, findings_for, pairwise, slow_text
 from rota.job.inspect import import_target
 from rota.job.rpc.client import EventLoopThread, RpcClient
 from rota.job.rpc.dispatch import coordinates
@@ -53,7 +53,7 @@ class InstanceContext:
     work_dir: Path
     checkpoint_dir: Path
     restored: Any = None
-    pulse: ProgressMarks = field(default_factory=lambda: ProgressMarks(SystemClock()), repr=False)
+    marks: ProgressMarks = field(default_factory=lambda: ProgressMarks(SystemClock()), repr=False)
     make_group: Callable[[], Any] | None = field(default=None, repr=False)
 
     def process_group(self) -> Any:
@@ -69,18 +69,18 @@ class InstanceContext:
 
     def progress(self, n: float | None = None, unit: str = "steps") -> None:
         """Mark progress, ``n`` being how far it is; limits on silence count from here."""
-        self.pulse.mark(n, unit)
+        self.marks.mark(n, unit)
 
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> AbstractContextManager[None]:
         """Declare a legal silence: ``with ctx.quiet("checkpoint", max_s=600):``."""
-        return self.pulse.quiet(why, max_s)
+        return self.marks.quiet(why, max_s)
 
     def waiting(self, target: str, what: str = "") -> AbstractContextManager[None]:
         """Say that this code waits for ``target`` (``role/rank``, or any name) over a channel of its own.
 
         ``with ctx.waiting("rollout/0", "my socket"):`` makes the wait an edge of the graph that ``rota why`` shows.
         """
-        return self.pulse.waiting.on(target, "declared", what)
+        return self.marks.waiting.on(target, "declared", what)
 
     def log(self, message: str) -> None:
         """One line in the log of this instance; the log adds the time."""
@@ -100,8 +100,8 @@ class InstanceConfig:
     devices: tuple[int, ...]
     launcher: Launcher
     clock: Clock
-    pulse: ProgressMarks
-    courier: RpcClient
+    marks: ProgressMarks
+    rpc: RpcClient
     control: EventLoopThread
     user: EventLoopThread
 
@@ -122,7 +122,7 @@ class StillRunning(Exception):
 
 
 class Runner(Protocol):
-    """The part of an instance that depends on its workload. All methods run in the control lane."""
+    """The part of an instance that depends on its workload. All methods run in the control thread."""
 
     async def form(self, setup: Setup) -> None:
         """Set up under an epoch. Raises what user code raises."""
@@ -166,7 +166,7 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
         output_dir=output,
         work_dir=work,
         checkpoint_dir=checkpoints,
-        pulse=config.pulse,
+        marks=config.marks,
     )
 
 
@@ -187,11 +187,11 @@ class FunctionRunner:
         self._function = found
 
     async def run(self, committed: int) -> None:
-        """Call it in the user lane."""
+        """Call it in the user thread."""
         assert self._setup is not None and self._function is not None, "form() comes before run()"
         function, ctx = self._function, make_context(self._config, self._setup)
         args = (ctx,) if inspect.signature(function).parameters else ()
-        with self._config.pulse.running(function.__name__):
+        with self._config.marks.running(function.__name__):
             value = await self._config.user.do(lambda: function(*args))
         if isinstance(value, Generator | Coroutine | AsyncGenerator):
             raise BadInput(
@@ -217,8 +217,8 @@ class Superseded(Exception):
     """A newer epoch has begun, so this one will never be complete."""
 
 
-class Meeting:
-    """The process group of one epoch: made on demand in the user lane, dropped from the control lane."""
+class ProcessGroup:
+    """The process group of one epoch: made on demand in the user thread, dropped from the control thread."""
 
     def __init__(self, config: InstanceConfig, setup: Setup) -> None:
         self._config = config
@@ -229,7 +229,7 @@ class Meeting:
         self._over = False
 
     def make(self) -> Any:
-        """Meet the other members and initialise ``torch.distributed``. Called from user code, in the user lane."""
+        """Meet the other members and initialise ``torch.distributed``. Called from user code, in the user thread."""
         if self._group is not None:
             return self._group
         if self._over:
@@ -262,7 +262,7 @@ class Meeting:
         """Raises NodeUnfit in the member that is broken, or in all of them when only their sum is wrong."""
         pairs = importlib.import_module("torch.distributed").PrefixStore("pairs", self._store)
         judged = pairwise(self._group, pairs, rank, world, device)
-        if found := told_of(judged, rank, exclude=self._config.role.fail.slow == "exclude"):
+        if found := findings_for(judged, rank, exclude=self._config.role.fail.slow == "exclude"):
             raise NodeUnfit(found)
         if rank in judged.slow:
             sys.stderr.write(f"rota: {slow_text(judged.slow[rank])}\n")
@@ -275,7 +275,7 @@ class Meeting:
         return await meet(self._config, self._setup, address)
 
     def leave(self) -> None:
-        """End the group; unblocks members that wait in a collective with this one. Called from the control lane."""
+        """End the group; unblocks members that wait in a collective with this one. Called from the control thread."""
         self._over = True
         if self._task is not None:
             self._task.cancel()
@@ -302,7 +302,7 @@ async def meet(config: InstanceConfig, setup: Setup, address: str) -> str:
     call = Call(method="meet", kwargs=kwargs, timeout_s=MEET_MAX_S)
     while True:
         try:
-            with config.pulse.waiting.on("master", "meeting", f"epoch {setup.epoch}"):
+            with config.marks.waiting.on("master", "meeting", f"epoch {setup.epoch}"):
                 found: str | None = await config.launcher.call(master_handle(config.place.job), call)
         except (ProcessGone, CallTimeout):
             await config.clock.sleep(RETRY_S)  # the master is back within seconds; everybody comes to it again

@@ -35,7 +35,7 @@ DISSOLVE_GRACE_S = 5.0
 PROGRESS_POLL_S = 0.5
 ERROR_TEXT_MAX = 20_000
 WORDS_MAX, WORDS_READ_MAX = 20, 400
-"""Lines of stderr that are told of a command that failed, and lines of the log in which they are looked for."""
+"""Lines of stderr in the report of a failed command, and lines of the log in which they are looked for."""
 WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
 
@@ -64,7 +64,7 @@ class RankMarks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class RankCommand:
     """What one rank runs. ``local`` ranks run in each instance; ``store`` asks for a rendezvous store."""
 
     argv: tuple[str, ...]
@@ -72,7 +72,7 @@ class Command:
     store: bool = False
 
 
-def parse_command(role: RoleSpec) -> Command:
+def parse_command(role: RoleSpec) -> RankCommand:
     """The command of a ``run`` role: a torchrun line becomes its ranks, a plain line an argv, the rest goes to a shell.
 
     Variables and patterns in the script and arguments of a torchrun line are expanded by a shell, in each rank. Python
@@ -85,10 +85,10 @@ def parse_command(role: RoleSpec) -> Command:
         return _torchrun(role, bare=bare)
     words = _plain_words(role.run[0]) if role.shell else list(role.run)
     if words is None:
-        return Command(argv=("/bin/sh", "-c", role.run[0]), store=role.meshed)
+        return RankCommand(argv=("/bin/sh", "-c", role.run[0]), store=role.meshed)
     if not words:
         raise BadInput(f"role {role.name!r}: run is empty")
-    return Command(argv=_python(words, bare=bare), store=role.meshed)
+    return RankCommand(argv=_python(words, bare=bare), store=role.meshed)
 
 
 def _plain_words(text: str) -> list[str] | None:
@@ -106,7 +106,7 @@ def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
     return (sys.executable, *words[1:])
 
 
-def _torchrun(role: RoleSpec, *, bare: bool) -> Command:
+def _torchrun(role: RoleSpec, *, bare: bool) -> RankCommand:
     try:
         line = read_torchrun(role.run or (), shell=role.shell)
     except ValueError as error:
@@ -114,13 +114,13 @@ def _torchrun(role: RoleSpec, *, bare: bool) -> Command:
     module = ("-m",) if line.module else ()
     started = _python(("python", *module, line.program), bare=bare)[:-1] if line.python else ()
     if line.words:
-        return Command(argv=(*started, *line.words), local=line.local, store=True)
+        return RankCommand(argv=(*started, *line.words), local=line.local, store=True)
     text = f"exec {shlex.join(started)} {line.text}"
-    return Command(argv=("/bin/sh", "-c", text), local=line.local, store=True)
+    return RankCommand(argv=("/bin/sh", "-c", text), local=line.local, store=True)
 
 
 def rank_environment(
-    config: InstanceConfig, setup: Setup, command: Command, local_rank: int, address: str, files: Path
+    config: InstanceConfig, setup: Setup, command: RankCommand, local_rank: int, address: str, files: Path
 ) -> dict[str, str]:
     """The variables that torchrun sets, where the role has ranks, and Rota's own.
 
@@ -208,7 +208,7 @@ class CommandRunner:
         """Start the ranks and wait for all of them. Raises CommandFailed."""
         assert self._setup is not None, "form() comes before run()"
         self._log_from = log_size(self._config)
-        with self._config.pulse.running("command"):
+        with self._config.marks.running("command"):
             for local_rank in range(self._command.local):
                 env = rank_environment(self._config, self._setup, self._command, local_rank, self._address, self._files)
                 self._children.append(await self._spawn(env))
@@ -266,7 +266,7 @@ class CommandRunner:
         In the collectives of its world an instance is where the last of its ranks is.
         """
         assert self._setup is not None
-        self._config.pulse.collectives = lambda: self._place
+        self._config.marks.collectives = lambda: self._place
         seen = 0.0
         while True:
             await self._config.clock.sleep(PROGRESS_POLL_S)
@@ -275,10 +275,10 @@ class CommandRunner:
             self._place = self._collectives(marks)
             if self._config.role.seats > self._config.role.gang_size:
                 folder = make_context(self._config, self._setup).checkpoint_dir
-                self._config.pulse.saved(await asyncio.to_thread(_newest_s, folder))
+                self._config.marks.saved(await asyncio.to_thread(_newest_s, folder))
             if newest > seen:
                 seen = newest
-                self._config.pulse.mark(newest, "steps")
+                self._config.marks.mark(newest, "steps")
 
     def _collectives(self, marks: Mapping[int, RankMarks]) -> Collectives:
         """The position of the rank that is last; a rank that is stopped is named first, then one that is behind."""
@@ -439,7 +439,7 @@ async def run_setup(config: InstanceConfig) -> None:
     if done.exists():
         return
     since = log_size(config)
-    with config.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
+    with config.marks.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
         child = await _started("/bin/sh", "-c", config.role.setup)
         try:
             with contextlib.suppress(TimeoutError):

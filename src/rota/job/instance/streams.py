@@ -1,8 +1,8 @@
 """Streams in the process of the loop: sources, the pump of each path, batches; the shell around the ledgers.
 
-Everything here runs in the control lane of the loop instance, so slow code of the user does not stop a stream. An item
-is driven over the operations of its path one by one: a lost instance gives it back, an operation that raised on two
-instances makes it bad data. The loop sees batches; a commit makes those it has taken trained.
+Everything here runs in the control thread of the loop instance, so slow code of the user does not stop a stream. An
+item is driven over the operations of its path one by one: a lost instance gives it back, an operation that raised on
+two instances makes it bad data. The loop sees batches; a commit makes those it has taken trained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rota.job.core.ledger import Drop, Item, Ledger, Order, Place, Uid
+from rota.job.core.ledger import DropReason, Item, ItemState, Ledger, Order, Uid
 from rota.job.core.paths import Path, Stop, paths_of
 from rota.job.health.heartbeat import ProgressMarks
 from rota.job.inspect import import_target
@@ -27,7 +27,7 @@ from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
 
 
-class Source(Protocol):
+class ItemSource(Protocol):
     """Where items come from: ``read(i)`` for growing ``i``. Raises IndexError behind the last one."""
 
     def read(self, index: int) -> Any:
@@ -56,7 +56,7 @@ class Indexed:
                 raise
             raise DataError(
                 f"item {index} of a data set of {size} raised IndexError: {error}",
-                hint="mend the data set, or let its __len__ tell how many items it has",
+                hint="repair the data set, or let its __len__ return the number of its items",
                 traceback=traceback.format_exc(),
             ) from error
 
@@ -83,7 +83,7 @@ class Iterated:
         raise IndexError(index)
 
 
-def open_source(path: str, seed: int) -> Source:
+def open_source(path: str, seed: int) -> ItemSource:
     """The source of an import path: a data set, an iterable, or what makes one (from ``seed``, if it takes that).
 
     Raises BadInput for anything else, and for an iterator that is not made here: opened again, it would lack items.
@@ -108,7 +108,7 @@ def open_source(path: str, seed: int) -> Source:
 
 
 BAD_INSTANCES = 2
-"""An item whose operation raised on so many instances (or on all there are) is bad data."""
+"""An item whose operation raised on this number of instances (or on all there are) is bad data."""
 Offload = Callable[..., Awaitable[Any]]
 """Calls a function that may block somewhere else (in virtual time: at once)."""
 DRAIN_COMMIT_S = 1.0
@@ -137,7 +137,7 @@ class _Held:
 
 
 class Pump:
-    """Drives the items of one path and makes batches of them. Belongs to the control lane."""
+    """Drives the items of one path and makes batches of them. Belongs to the control thread."""
 
     def __init__(self, path: Path, ledger: Ledger, streams: Streams) -> None:
         self.path, self.ledger, self._streams = path, ledger, streams
@@ -173,20 +173,20 @@ class Pump:
             )
             if found:
                 return self._as_batch(found)
-            if self._final and self.ledger.open == self.ledger.count(Place.LEASED):
+            if self._final and self.ledger.open == self.ledger.count(ItemState.LEASED):
                 return None
             if self.must_commit(size):
                 raise BadInput(
-                    f"stream {self.ledger.spec.name}: {self.ledger.count(Place.LEASED)} items are taken and not"
+                    f"stream {self.ledger.spec.name}: {self.ledger.count(ItemState.LEASED)} items are taken and not"
                     f" committed, which leaves no room for a batch of {size}",
                     hint="commit before the next batch, or raise cap or stale.versions",
                 )
-            with self._waits(self._streams.pulse.quiet(f"stream {self.ledger.spec.name} waits for items to come in")):
+            with self._waits(self._streams.marks.quiet(f"stream {self.ledger.spec.name} waits for items to come in")):
                 await self._changed.wait()
 
     def must_commit(self, size: int) -> bool:
         """True when no further batch can be complete before a commit."""
-        waiting = self.ledger.open - self.ledger.count(Place.LEASED)
+        waiting = self.ledger.open - self.ledger.count(ItemState.LEASED)
         return not self._final and waiting + max(0, self.ledger.room(size)) < size and waiting < self.ledger.open
 
     async def put(self, value: Any) -> Uid:
@@ -205,8 +205,8 @@ class Pump:
                 raise BadInput(f"stream {spec.name} is closed")
             if self.ledger.room(self._batch) > 0:
                 break
-            courier, name = self._streams.courier, self.ledger.spec.name
-            with self._waits(courier.waiting.on(self._streams.holder.role, "stream", name)):
+            rpc, name = self._streams.rpc, self.ledger.spec.name
+            with self._waits(rpc.waiting.on(self._streams.holder.role, "stream", name)):
                 await self._changed.wait()
         key = value.get(spec.key) if isinstance(value, Mapping) else None
         uid = str(key) if key is not None else f"#{self.ledger.admitted + 1}"
@@ -221,15 +221,15 @@ class Pump:
         self.wake()
 
     def _waits(self, idle: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Tell who holds the stream up: who has the item that moved longest ago, or the role where it is due.
+        """Wait for what holds the stream up: the holder of the item that moved longest ago, or its next role.
 
-        With nothing under way that is no other role: the wait is ``idle``.
+        With nothing under way there is none: the wait is ``idle``.
         """
         item = self.ledger.stillest() if self._opened and self.path.stops else None
         if item is None:
             return idle
         target = str(item.holder or self.path.stops[self._held[item.uid].done].role.name)
-        return self._streams.courier.waiting.on(target, "stream", self.ledger.spec.name)
+        return self._streams.rpc.waiting.on(target, "stream", self.ledger.spec.name)
 
     @property
     def _final(self) -> bool:
@@ -268,7 +268,7 @@ class Pump:
         return [
             [item.uid, item.version or 0, opened(self._held[item.uid].raw)]
             for item in items
-            if item is not None and item.place is not Place.LEASED
+            if item is not None and item.place is not ItemState.LEASED
         ]
 
     def restore(self, kept: list[Any]) -> None:
@@ -319,7 +319,7 @@ class Pump:
             self._pump_pending()
             return
         offload = self._streams.offload
-        source: Source = await offload(open_source, self.path.head.source, self._streams.spec.seed)
+        source: ItemSource = await offload(open_source, self.path.head.source, self._streams.spec.seed)
         for uid in self.ledger.uids():
             raw = await offload(source.read, int(uid))
             self._held[uid] = _Held(raw=raw, value=raw)
@@ -342,7 +342,7 @@ class Pump:
         self._pump_pending()
 
     def _pump_pending(self) -> None:
-        """Begin the work on every item that waits; the courier lets no more of them run than instances have room."""
+        """Begin the work on every item that waits; the client runs no more of them than instances have room for."""
         for item in self.ledger.claim() if self._opened else ():
             held = self._held[item.uid]
             self._cancel(item.uid)
@@ -376,7 +376,7 @@ class Pump:
             last = held.done == len(self.path.stops)
             if holder is None or not self.ledger.produce(uid, holder.id, holder.epoch, last=last):
                 return
-            self._streams.pulse.mark()
+            self._streams.marks.mark()
         self.wake()
 
     async def _stage(self, uid: Uid, stop: Stop, held: _Held) -> Peer | None:
@@ -391,7 +391,7 @@ class Pump:
         avoid = item.failed_on if item is not None else frozenset[InstanceId]()
         text = trace = ""
         try:
-            found = await self._streams.courier.offer(
+            found = await self._streams.rpc.offer(
                 stop.role, stop.op, held.value, loop_epoch=self._streams.epoch, avoid=avoid, began=began
             )
             if not isinstance(found, Lost):
@@ -401,19 +401,19 @@ class Pump:
         except TimedOut as error:
             text = str(error)
         failures = self.ledger.release(uid, failed=bool(text), keep=held.done > 0)
-        if text and failures >= min(BAD_INSTANCES, len(self._streams.courier.table.of_role(stop.role.name)) or 1):
+        if text and failures >= min(BAD_INSTANCES, len(self._streams.rpc.table.of_role(stop.role.name)) or 1):
             self._bad(uid, stop, text, trace)
         return None
 
     def _bad(self, uid: Uid, stop: Stop, text: str, trace: str) -> None:
-        self.ledger.drop(uid, Drop.BAD_DATA)
-        bad, most = self.ledger.dropped[Drop.BAD_DATA], stop.role.fail.bad_data
+        self.ledger.drop(uid, DropReason.BAD_DATA)
+        bad, most = self.ledger.dropped[DropReason.BAD_DATA], stop.role.fail.bad_data
         where = f"item {uid} of stream {self.path.head.name}: {stop.role.name}.{stop.op.name} raised {text}"
         self._streams.say(f"{where}; dropped, {bad} of {most} allowed")
         if bad > most:
             raise DataError(
                 f"{where}; {bad} bad items, {most} allowed",
-                hint=f"mend the data, or raise bad_data in the fail contract of {stop.role.name}",
+                hint=f"repair the data, or raise bad_data in the fail contract of {stop.role.name}",
                 traceback=trace,
             )
 
@@ -425,8 +425,8 @@ class Streams:
         self,
         spec: JobSpec,
         *,
-        courier: RpcClient,
-        pulse: ProgressMarks,
+        rpc: RpcClient,
+        marks: ProgressMarks,
         holder: InstanceId,
         epoch: Epoch,
         version: int,
@@ -435,7 +435,7 @@ class Streams:
         offload: Offload = asyncio.to_thread,
     ) -> None:
         self.offload = offload
-        self.spec, self.courier, self.pulse, self.holder, self.epoch = spec, courier, pulse, holder, epoch
+        self.spec, self.rpc, self.marks, self.holder, self.epoch = spec, rpc, marks, holder, epoch
         self.version, self.say = version, say
         self.pumps: dict[str, Pump] = {}
         for path in paths_of(spec):
@@ -453,7 +453,7 @@ class Streams:
         """The model version that a call of the operations of a path gets now."""
         if not path.weights or not path.stops:
             return self.version
-        table = self.courier.table.weights
+        table = self.rpc.table.weights
         return min(table[edge.name][1] if edge.name in table else 0 for edge in path.weights)
 
     def find(self, name: str) -> Pump:
@@ -474,13 +474,13 @@ class Streams:
     async def _watch(self) -> None:
         seen = -1
         while True:
-            await self.courier.changed()
-            if seen == self.courier.table.version:
+            await self.rpc.changed()
+            if seen == self.rpc.table.version:
                 continue  # what changed is who has room
-            seen = self.courier.table.version
+            seen = self.rpc.table.version
             for pump in self.each():
                 for stop in pump.path.stops:
-                    for peer in self.courier.table.of_role(stop.role.name):
+                    for peer in self.rpc.table.of_role(stop.role.name):
                         pump.give_up(peer)
 
     def cut(self) -> dict[str, Any]:
@@ -508,7 +508,7 @@ class Streams:
             pump.committed(taken[pump.ledger.spec.name])
 
     async def close(self) -> None:
-        """End everything, at once: whoever waits here may be cancelled again, and nothing may go on then."""
+        """End everything, at once: whoever waits here may be cancelled again, and nothing may run then."""
         if self._watcher is not None:
             self._watcher.cancel()
         tasks = [task for pump in self.each() for task in pump.cancel()]

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.job.core.context import Instance, JobContext, Process
+from rota.job.core.context import InstanceRecord, JobContext, Process
 from rota.job.core.progress import (
     Pace,
-    Rank,
+    RankStatus,
     RateWatch,
     Root,
-    Standing,
-    Wait,
+    VertexStatus,
+    WaitEdge,
     WaitGraph,
     collective_waits,
     memory_evidence,
@@ -35,14 +35,14 @@ SILENCE_MAX_S = 80.0
 SILENT_S = (4 * BEAT_S, 30.0)
 """An instance counts as silent after half its limit on progress without a beat, but within these bounds."""
 SUSPECT_S = 2.0
-"""Who has made no progress for so long is named by ``rota why`` before any limit is reached."""
+"""Without progress for this time an instance is named by ``rota why`` before any limit is reached."""
 WORKING_CPUS, WORKING_FACTOR = 0.5, 12.0
-"""A loop that uses so much of a core computes, and may be silent so many times longer without saying ``f.quiet``."""
+"""A loop that uses this share of a core computes; without ``f.quiet`` its limit on silence is longer by this factor."""
 MARKS_NOTHING = "its command has marked no progress yet"
 MARKS_COLLECTIVES = "its command marks no step, only collectives"
 """Such a command has no limit unless its role gives one, but it is suspected when it makes no progress."""
 STILL_MIN_S = 1.5
-"""A member of a process group waits in a collective when it has been still for so long."""
+"""Without progress for this time a member of a process group waits in a collective."""
 STACKS_AT_ONCE_MAX = 4
 MASTER = "master"
 STRANGER = "no part of this job"
@@ -62,7 +62,7 @@ class DiagnosisManager:
 
     clock: Clock
     oom_kills: Callable[[], int | None] = lambda: None
-    """How many processes the kernel has ended for memory here; None when nobody counts."""
+    """How many processes the kernel has ended for memory here; None when it is not counted."""
     is_stopped: Callable[[Process], bool] = lambda which: False
     """Whether a process of this node is stopped by a signal."""
     halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class DiagnosisManager:
     """Cores in use: where they drop without an excuse, the limit on progress is halved."""
     stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
     late: Mapping[tuple[InstanceId, Epoch], InstanceState] = field(default_factory=dict)
-    """Who is not ready yet, and how far; ``came_s`` is when one of them last came further."""
+    """Instances that are not ready yet, with their states; ``came_s`` is when one of them last made progress."""
     came_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class DiagnosisManager:
         self.rates[beat.id] = self.rates[beat.id].seen(now_s, beat.cpus, progress=progress, excused=excused)
 
     def coming(self, ctx: JobContext) -> tuple[float, dict[str, str]]:
-        """For how long nobody has come further in the present start, and what each was last heard at.
+        """Seconds without progress in the present start, and what each instance last reported.
 
         A process that appears, one that gets ready, an import, a mark of progress and work of a core are steps; a beat
         is none, nor is a processor that spins in a collective.
@@ -136,44 +136,44 @@ class DiagnosisManager:
     def graph(self, ctx: JobContext, absent: Absent | None = None) -> WaitGraph:
         """Who waits for whom now. Works on the last beats; a beat of another epoch says nothing."""
         if ctx.spec is None:
-            return WaitGraph(standings={})
+            return WaitGraph(statuses={})
         present = [one for one in ctx.instances.values() if not (one.ended or one.retired)]
         heard = {one.id: (self._beat(one), self._silent_s(one)) for one in present}
-        waits = list(self._told(ctx, heard, absent or {}))
+        waits = list(self._reported(ctx, heard, absent or {}))
         waits += self._collectives(ctx, heard)
         waits += self._starts(ctx, present)
         waited: dict[str, float] = {}
         for wait in waits:
             waited[wait.target] = max(waited.get(wait.target, 0.0), wait.age_s)
-        standings = {str(one.id): self._standing(ctx, one, waited.get(str(one.id))) for one in present}
-        strangers = set(waited) - set(standings) - {MASTER}
+        statuses = {str(one.id): self._status(ctx, one, waited.get(str(one.id))) for one in present}
+        strangers = set(waited) - set(statuses) - {MASTER}
         limit_s = max((role.fail.progress_s for role in ctx.spec.roles), default=0.0)
-        standings |= {
-            name: Standing(name=name, limit_s=limit_s, still_s=waited[name], doing=STRANGER) for name in strangers
+        statuses |= {
+            name: VertexStatus(name=name, limit_s=limit_s, still_s=waited[name], doing=STRANGER) for name in strangers
         }
-        return WaitGraph(waits=tuple(waits), standings=standings)
+        return WaitGraph(waits=tuple(waits), statuses=statuses)
 
-    def _beat(self, one: Instance) -> Heartbeat | None:
+    def _beat(self, one: InstanceRecord) -> Heartbeat | None:
         beat, _ = self.beats.get(one.id, (None, 0.0))
         return beat if beat is not None and beat.epoch == one.epoch else None
 
-    def _age_s(self, one: Instance) -> float:
+    def _age_s(self, one: InstanceRecord) -> float:
         return self.clock.monotonic_s() - self.beats[one.id][1]
 
-    def _silent_s(self, one: Instance) -> float:
+    def _silent_s(self, one: InstanceRecord) -> float:
         """Seconds without a beat, counted for as long as this master could have heard one."""
         now_s = self.clock.monotonic_s()
         _, at_s = self.beats.get(one.id, (None, 0.0))
         return now_s - max(at_s, self.since.get((one.id, one.epoch), now_s))
 
-    def _is_silent(self, ctx: JobContext, one: Instance) -> bool:
+    def _is_silent(self, ctx: JobContext, one: InstanceRecord) -> bool:
         least_s, most_s = SILENT_S
         return self._silent_s(one) > min(most_s, max(least_s, _limit_s(ctx, one) / 2))
 
-    def _told(
+    def _reported(
         self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]], absent: Absent
-    ) -> Iterator[Wait]:
-        """The waits that instances tell; those of a silent one are out of date: it is what others wait for."""
+    ) -> Iterator[WaitEdge]:
+        """The waits that instances report; those of a silent one are out of date: it is what others wait for."""
         names = {str(one) for one in heard}
         for instance, (beat, _) in heard.items():
             one = ctx.instances[instance]
@@ -193,11 +193,11 @@ class DiagnosisManager:
 
     def _collectives(
         self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]]
-    ) -> Iterator[Wait]:
+    ) -> Iterator[WaitEdge]:
         for members in ctx.plan.ranks.values():
             beats = {member: heard[member][0] for member in members if member in heard and ctx.instances[member].active}
             ranks = [
-                Rank(
+                RankStatus(
                     name=str(member),
                     entered=beat.collectives,
                     inside=bool(beat.inside),
@@ -210,14 +210,14 @@ class DiagnosisManager:
             if len(ranks) > 1 and len(ranks) == len(beats):
                 yield from collective_waits(ranks, still_min_s=STILL_MIN_S)
 
-    def _starts(self, ctx: JobContext, present: Iterable[Instance]) -> Iterator[Wait]:
+    def _starts(self, ctx: JobContext, present: Iterable[InstanceRecord]) -> Iterator[WaitEdge]:
         age_s = max(0.0, self.clock.wall_s() - ctx.starting_s)
         for one in present:
             if one.state in (InstanceState.STARTING, InstanceState.STALE):
                 what = "to start" if one.state is InstanceState.STARTING else "to be set up"
-                yield Wait(source=MASTER, target=str(one.id), kind="start", what=what, age_s=round(age_s, 3))
+                yield WaitEdge(source=MASTER, target=str(one.id), kind="start", what=what, age_s=round(age_s, 3))
 
-    def _standing(self, ctx: JobContext, one: Instance, waited_s: float | None) -> Standing:
+    def _status(self, ctx: JobContext, one: InstanceRecord, waited_s: float | None) -> VertexStatus:
         beat, limit_s, silent_s = self._beat(one), _limit_s(ctx, one), self._silent_s(one)
         assert ctx.spec is not None, "only a job with a spec has instances"
         role = ctx.spec.role(one.id.role)
@@ -246,7 +246,7 @@ class DiagnosisManager:
                 still_s = min(waited_s, beat.still_s + extra_s)
         if looks := self.halted.get((one.id, one.epoch), 0):
             still_s, excuse, doing = max(still_s or 0.0, looks * LOOK_S), "", STOPPED
-        return Standing(
+        return VertexStatus(
             name=str(one.id),
             limit_s=limit_s,
             still_s=round(still_s or 0.0, 3),
@@ -306,26 +306,26 @@ class DiagnosisManager:
             else:
                 yield one, InstanceLost(role=role, rank=rank, epoch=epoch, reason=reason, text=text, alive=True)
 
-    def _accused(self, graph: WaitGraph, root: Root, watched: Iterable[Instance]) -> list[Instance]:
-        """The members of a root; when it is no part of the job, those who wait for it: only they can be replaced."""
+    def _accused(self, graph: WaitGraph, root: Root, watched: Iterable[InstanceRecord]) -> list[InstanceRecord]:
+        """The members of a root; when it is not part of the job, those who wait for it: only they can be replaced."""
         inside = [one for one in watched if str(one.id) in root.members]
         if inside or not root.members:
             return inside
         direct = {wait.source for wait in graph.waits if wait.target in root.members}
-        direct = {name for name in direct if name in graph.standings and graph.standings[name].stuck}
+        direct = {name for name in direct if name in graph.statuses and graph.statuses[name].stuck}
         return [one for one in watched if str(one.id) in direct]
 
     def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:
         """Who would be accused if every limit were ``SUSPECT_S``: what a person sees before the limit is reached."""
-        standings = {
+        statuses = {
             name: replace(
                 one,
                 limit_s=min(one.limit_s, SUSPECT_S),
                 excuse="" if one.excuse == MARKS_COLLECTIVES else one.excuse,
             )
-            for name, one in graph.standings.items()
+            for name, one in graph.statuses.items()
         }
-        return replace(graph, standings=standings).roots()
+        return replace(graph, statuses=statuses).roots()
 
     async def explain(
         self, ctx: JobContext, absent: Absent, stacks: Callable[[str, int], Awaitable[str]]
@@ -343,7 +343,7 @@ class DiagnosisManager:
         return {
             "vertices": [
                 {**codec.to_json_value(one), "stuck": one.stuck, "state": _state(ctx, name)}
-                for name, one in graph.standings.items()
+                for name, one in graph.statuses.items()
             ],
             "slow": [{"instance": name, "factor": round(factor, 2)} for name, factor in self.slow(ctx).items()],
             "dropped": [str(one) for one, watch in self.rates.items() if watch.dropped and one in ctx.instances],
@@ -353,7 +353,7 @@ class DiagnosisManager:
         }
 
 
-def _limit_s(ctx: JobContext, one: Instance) -> float:
+def _limit_s(ctx: JobContext, one: InstanceRecord) -> float:
     assert ctx.spec is not None, "only a job with a spec has instances"
     return ctx.spec.role(one.id.role).fail.progress_s
 
@@ -376,7 +376,7 @@ def sentence(graph: WaitGraph, root: Root) -> str:
     """What people read: who makes no progress, at what, since when, and who waits for it."""
     if root.deadlock:
         return "; ".join(str(wait) for wait in root.cycle)
-    one = graph.standings[root.members[0]]
+    one = graph.statuses[root.members[0]]
     parts = [f"{one.name} made no progress for {one.still_s:.0f} s"]
     if one.doing == STRANGER:
         parts = [f"{one.name}, no part of this job, was waited for {one.still_s:.0f} s"]
@@ -392,9 +392,9 @@ def _are_waiting(waiters: tuple[str, ...]) -> str:
     return f"{', '.join(waiters[:8])} {'waits' if len(waiters) == 1 else 'wait'} for it"
 
 
-def _stall(graph: WaitGraph, root: Root, one: Instance) -> ProgressStalled:
+def _stall(graph: WaitGraph, root: Root, one: InstanceRecord) -> ProgressStalled:
     reason = Reason.HANG if root.deadlock else Reason.NO_PROGRESS
-    still_s = graph.standings[str(one.id)].still_s
+    still_s = graph.statuses[str(one.id)].still_s
     return ProgressStalled(
         role=one.id.role,
         rank=one.id.rank,

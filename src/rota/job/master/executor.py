@@ -72,12 +72,12 @@ RESERVE_MAX_S = 120.0
 RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
 GIVE_UP_S = 300.0
-"""So long a command is tried; then its failure is an event. What gives back is tried for ever: it holds resources."""
+"""Limit of the attempts at a command; then its failure is an event. Giving back has no limit: it holds resources."""
 LATE_LOOK_S = 0.1
-"""Pause between two looks at a start that is late; what is left of its limit may be less than a clock can tell."""
+"""Pause between two looks at a start that is late; what is left of its limit may be less than a clock resolves."""
 CHECK = Call(method="check", control=True)
 CHECK_ANSWER_S = 10.0
-"""A suspected node has so long to answer each of those who ask; a verdict waits for it."""
+"""Limit of each answer of a suspected node; a verdict waits for it."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
 
@@ -94,11 +94,11 @@ class Executor:
     place: JobPlace
     report: Callable[[JobEvent], None]
     coming: Callable[[], tuple[float, dict[str, str]]]
-    """For how long nobody has come further in the present start, and what each was last heard at."""
+    """Seconds without progress in the present start, and what each instance last reported."""
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     handles: dict[str, Handle] = field(default_factory=dict[str, Handle])
     stopping: set[str] = field(default_factory=set[str])
-    """Names of processes that end because they were told to: their deaths are no news."""
+    """Names of processes that were asked to end: their deaths are not reported."""
 
     def launch(self, command: Command, ctx: JobContext) -> None:
         """Start carrying out a command."""
@@ -109,7 +109,7 @@ class Executor:
             task.add_done_callback(lambda _: self.tasks.pop(command.id, None))
 
     def keep(self, wanted: frozenset[str]) -> None:
-        """Drop timers and waits for answers that nobody wants any more; effects on the engine go on to their end."""
+        """Drop timers and waits for answers that are no longer wanted; effects on the engine run to their end."""
         for name, task in list(self.tasks.items()):
             if name not in wanted and name.startswith(("timer/", "assemble/", "run/", "save/")):
                 task.cancel()
@@ -169,7 +169,7 @@ class Executor:
                 return None
 
     async def _wait(self, command: SetTimer) -> JobEvent:
-        """Until the timer is due. A start is late only when nobody has come further in it for the whole limit."""
+        """Until the timer is due. A start is late only when it made no progress for the whole limit."""
         due_s = command.since_s + command.after_s
         await self.clock.sleep(max(0.0, due_s - self.clock.wall_s()))
         if not command.timer.startswith("start/"):
@@ -272,7 +272,7 @@ class Executor:
 
     async def _check(self, command: CheckNode) -> JobEvent:
         """Ask one after another of those that live on the node; the first answer decides."""
-        problems, call = "nobody who lives there answers", replace(CHECK, timeout_s=CHECK_ANSWER_S)
+        problems, call = "no instance on it answers", replace(CHECK, timeout_s=CHECK_ANSWER_S)
         for instance, started in command.processes:
             try:
                 found = await self.launcher.call(self.handle(instance, started), call)
@@ -375,7 +375,7 @@ def death_event(death: ProcessDied) -> InstanceLost:
 
 
 def losses_with(ctx: JobContext, died: NodeDied) -> tuple[InstanceLost, ...]:
-    """Everybody on a node that the engine gave up; it is told once for each of its processes."""
+    """Losses of all instances on a node that the engine gave up; it is reported once for each of its processes."""
     return tuple(
         InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.NODE_LOST, text=died.text)
         for one in ctx.instances.values()

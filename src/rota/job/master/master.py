@@ -67,29 +67,29 @@ class Replayed:
     number: int = 0
 
 
-def newest(log: EventLog, job: JobId) -> Replayed:
+def newest_context(log: EventLog, job: JobId) -> Replayed:
     """The newest kept context that this code reads; without one, the context before the first record. Blocks."""
     for kept in log.contexts(job):
         try:
             return Replayed(ctx=JobContext.from_json(json.loads(kept.body)), number=kept.number)
         except (ValueError, TypeError, KeyError) as error:
-            left_out(kept, error)
+            report_unreadable(kept, error)
     return Replayed(ctx=initial(job))
 
 
-def left_out(kept: KeptContext, error: Exception) -> None:
+def report_unreadable(kept: KeptContext, error: Exception) -> None:
     """Report a kept context that this code does not read: the master replays more records, and loses nothing."""
     sys.stderr.write(f"the context kept at record {kept.seq} is left out: {error}\n")
 
 
-def keep(log: EventLog, found: Replayed, writer: Writer) -> None:
+def keep_context(log: EventLog, found: Replayed, writer: Writer) -> None:
     """Write a context beside the log. Blocks. Raises Fenced, StoreUnavailable."""
     kept = KeptContext(seq=found.ctx.seq, number=found.number, body=codec.dumps(found.ctx.to_json()))
     log.keep_context(found.ctx.job, kept, writer=writer)
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _Members:
     """Members that meet under one epoch: their number, the address of rank 0, who is here."""
 
     world: int
@@ -107,13 +107,13 @@ class Rendezvous:
     """All meetings of a job; belongs to the event loop of its master."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, int], _Gathering] = {}
+        self._open: dict[tuple[str, int], _Members] = {}
 
     async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
         """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
         for key in [key for key in self._open if key[0] == role and key[1] < epoch]:
             self._open.pop(key).give_up()
-        here = self._open.setdefault((role, epoch), _Gathering(world=world))
+        here = self._open.setdefault((role, epoch), _Members(world=world))
         here.ranks.add(rank)
         here.address = address or here.address
         if len(here.ranks) >= here.world:
@@ -130,7 +130,7 @@ class Rendezvous:
         }
 
     def give_up(self) -> None:
-        """Nobody meets any more: those who wait are told that their epoch is over."""
+        """End every wait: the epoch of those who wait is over."""
         for here in self._open.values():
             here.give_up()
 
@@ -144,7 +144,7 @@ class InboxFull(Exception):
 
 @dataclass(slots=True)
 class AppendRequest:
-    """An event that somebody wants in the log; ``done`` is told when it is there, or why it is refused."""
+    """Request to append an event; ``done`` ends when it is in the log, or with the refusal."""
 
     event: JobEvent
     done: asyncio.Future[None] | None = None
@@ -156,25 +156,25 @@ class AppendRequest:
 
 
 class Inbox(asyncio.Queue[AppendRequest | BaseException]):
-    """Wishes, and what went wrong in a task of the master. Belongs to one event loop."""
+    """Append requests, and errors of tasks of the master. Belongs to one event loop."""
 
     def __init__(self) -> None:
         super().__init__(INBOX_MAX)
 
-    def add(self, wish: AppendRequest | BaseException) -> None:
+    def add(self, request: AppendRequest | BaseException) -> None:
         """Over the limit nothing is dropped in silence: the master fails, and the next one asks what is alive."""
         if self.full():
             while not self.empty():
                 self.get_nowait()
-            wish = InboxFull(f"{INBOX_MAX} events wait to be written")
-        self.put_nowait(wish)
+            request = InboxFull(f"{INBOX_MAX} events wait to be written")
+        self.put_nowait(request)
 
     def refuse(self, refusal: Exception) -> None:
-        """Tell everybody who waits for a wish that it is not granted any more."""
+        """Refuse every request that waits."""
         while not self.empty():
-            wish = self.get_nowait()
-            if isinstance(wish, AppendRequest):
-                wish.answer(refusal)
+            request = self.get_nowait()
+            if isinstance(request, AppendRequest):
+                request.answer(refusal)
 
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ POLL_S = 0.15
 WATCH_S = 1.0
 STORE_RETRY_S = 0.5
 DEGRADED_MAX_S = 600.0
-"""So long a master whose store is away answers beats and waits; after that it steps down."""
+"""Limit of the wait for a store that is away, in which heartbeats are answered; after it the master steps down."""
 PUSH_MAX_S, STACKS_MAX_S = 5.0, 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
@@ -235,7 +235,7 @@ class JobMaster:
         """Commands that the context asks for and that were begun; a returning master begins all of them anew."""
         self._owned: dict[asyncio.Task[Any], None] = {}
         self._table = PeerTable()
-        self._meetings = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._loaded = asyncio.Event()
         self._saved_s = 0.0
 
@@ -247,7 +247,7 @@ class JobMaster:
             # 1 take the epoch of this job: from here on an older master is fenced
             self.epoch = await self._ask_store(lambda: self._log.take_epoch(master_scope(self._job)))
             # 2 replay what happened since the newest context that was kept
-            found: Replayed = await self._ask_store(lambda: newest(self._log, self._job))
+            found: Replayed = await self._ask_store(lambda: newest_context(self._log, self._job))
             self.ctx, self._number, self._kept_seq = found.ctx, found.number, found.ctx.seq
             await self._read_log()
             if self.ctx.state.terminal:
@@ -273,13 +273,13 @@ class JobMaster:
             return
         try:
             async with asyncio.timeout(POLL_S):
-                wish = await self._inbox.get()
+                request = await self._inbox.get()
         except TimeoutError:
             await self._read_log()
             return
-        if isinstance(wish, BaseException):
-            raise wish
-        await self._grant(wish)
+        if isinstance(request, BaseException):
+            raise request
+        await self._grant(request)
 
     async def _emit(self, emit: Emit) -> None:
         """Append a fact that follows from the state, only if the state is still the one it follows from."""
@@ -290,15 +290,15 @@ class JobMaster:
         except SeqConflict:
             await self._read_log()
 
-    async def _grant(self, wish: AppendRequest) -> None:
+    async def _grant(self, request: AppendRequest) -> None:
         """Append what was asked for; a commit only if the state still takes it."""
-        while (refusal := self._refusal(wish.event)) is None:
+        while (refusal := self._refusal(request.event)) is None:
             try:
-                await self._append_at(wish.event, self.ctx.seq)
+                await self._append_at(request.event, self.ctx.seq)
                 break
             except SeqConflict:
                 await self._read_log()
-        wish.answer(refusal)
+        request.answer(refusal)
 
     def _refusal(self, event: JobEvent) -> Fenced | None:
         if isinstance(event, Committed) and not accepts_commit(self.ctx, event.n, event.loop_epoch):
@@ -311,12 +311,12 @@ class JobMaster:
     # -- the log ------------------------------------------------------------------------------------------------------
 
     async def _keep_context(self) -> None:
-        """Every so many records; when the store does not take it, the records are still there."""
+        """Keep it every ``KEEP_EVERY`` records; when the store does not take it, the records are still there."""
         if self.ctx.seq - self._kept_seq < KEEP_EVERY or self.ctx.state.terminal:
             return
         self._kept_seq, found = self.ctx.seq, Replayed(ctx=self.ctx, number=self._number)
         with contextlib.suppress(StoreUnavailable):
-            await self._offload(lambda: keep(self._log, found, self._writer))
+            await self._offload(lambda: keep_context(self._log, found, self._writer))
 
     @property
     def _writer(self) -> Writer:
@@ -404,10 +404,10 @@ class JobMaster:
     async def _watch_silences(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            for event in self._watch.overdue(self.ctx, self._meetings.absent(self.ctx)):
-                self._own(self._tell_overdue(event))  # stacks take seconds; meanwhile the others are judged
+            for event in self._watch.overdue(self.ctx, self._rendezvous.absent(self.ctx)):
+                self._own(self._report_overdue(event))  # stacks take seconds; meanwhile the others are judged
 
-    async def _tell_overdue(self, event: JobEvent) -> None:
+    async def _report_overdue(self, event: JobEvent) -> None:
         if isinstance(event, ProgressStalled):
             event = replace(event, stacks=await self.stacks(event.role, event.rank))
         self.report(event)
@@ -419,7 +419,7 @@ class JobMaster:
     # -- the table of peers -------------------------------------------------------------------------------------------
 
     def _push_table(self) -> None:
-        """Tell every ready instance that calls others; the rest learn by their next beat."""
+        """Send it to every ready instance that calls others; the rest get it with their next heartbeat."""
         table = table_of(self.ctx)
         if table.same(self._table):
             return
@@ -431,9 +431,9 @@ class JobMaster:
     async def _push(self, role: str, rank: int, table: PeerTable) -> None:
         call = Call(method="peers", args=(table.to_json(),), timeout_s=PUSH_MAX_S, control=True)
         with contextlib.suppress(ProcessGone, CallTimeout, RemoteError):
-            await self._tell(role, rank, call)
+            await self._call_instance(role, rank, call)
 
-    async def _tell(self, role: str, rank: int, call: Call) -> Any:
+    async def _call_instance(self, role: str, rank: int, call: Call) -> Any:
         one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
         if one is None or self._executor is None or one.process is None or not one.process.pid:
             raise ProcessGone(f"{role}/{rank} has no process")
@@ -471,7 +471,7 @@ class JobMaster:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
-        says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to go on from it.
+        says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to continue from it.
         """
         await self._loaded.wait()  # what it adds to is what the log says, which a master that just came does not know
         if not self._has(n, loop_epoch):
@@ -503,7 +503,7 @@ class JobMaster:
         one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
         if one is None or one.epoch != epoch:
             return None
-        return await self._meetings.meet(role=role, rank=rank, epoch=epoch, world=world, address=address)
+        return await self._rendezvous.meet(role=role, rank=rank, epoch=epoch, world=world, address=address)
 
     async def stacks(self, role: str, rank: int) -> str:
         """The stacks of one instance; one that does not answer is looked at from outside, if it is on this node."""
@@ -512,7 +512,9 @@ class JobMaster:
         try:
             if one is not None and one.process is not None and self._watch.is_stopped(one.process):
                 raise ProcessGone("its process is stopped by a signal")
-            return str(await self._tell(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True)))
+            return str(
+                await self._call_instance(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True))
+            )
         except (ProcessGone, CallTimeout, RemoteError) as error:
             if one is None or one.process is None:
                 return f"no stacks: {error}"
@@ -522,7 +524,7 @@ class JobMaster:
     async def why(self) -> dict[str, Any]:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
         await self._loaded.wait()
-        return await self._watch.explain(self.ctx, self._meetings.absent(self.ctx), self.stacks)
+        return await self._watch.explain(self.ctx, self._rendezvous.absent(self.ctx), self.stacks)
 
     async def ping(self) -> None:
         """Answers at once while the loop of this master turns, whatever else it waits for."""
@@ -546,7 +548,7 @@ class JobMaster:
         task.add_done_callback(self._disown)
 
     def _disown(self, task: asyncio.Task[Any]) -> None:
-        """A task that failed fails the master: nothing goes on as if it had worked."""
+        """A task that failed fails the master: nothing continues as if it had worked."""
         self._owned.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._inbox.add(error)
@@ -562,10 +564,10 @@ class JobMaster:
             self._send_away()
 
     def _send_away(self) -> None:
-        """The job is over: whoever waits here is told so. A master that merely fails leaves them to the next one."""
+        """The job is over: end every wait. A master that merely fails leaves them to the next one."""
         self._loaded.set()
         self._inbox.refuse(Fenced(f"the job is {self.ctx.state}"))
-        self._meetings.give_up()
+        self._rendezvous.give_up()
 
 
 class Master:
@@ -576,11 +578,11 @@ class Master:
     """
 
     def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:
-        self._lane = EventLoopThread("master")
+        self._thread = EventLoopThread("master")
         self._job = JobId(job)
-        found = self._lane.submit(self._make(db_url, home, launcher)).result()
+        found = self._thread.submit(self._make(db_url, home, launcher)).result()
         self._master: JobMaster = found
-        self._run = self._lane.submit(self._live())
+        self._run = self._thread.submit(self._live())
 
     async def _make(self, db_url: str, home: str, launcher: str) -> JobMaster:
         sql: Any = importlib.import_module("rota.runtime.event_log.sql")
@@ -611,12 +613,12 @@ class Master:
             os._exit(1)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """A method of the JobMaster out of ``ASKED``, run in its lane."""
+        """A method of the JobMaster out of ``ASKED``, run in its thread."""
         if name not in ASKED:
             raise AttributeError(name)
         method = getattr(self._master, name)
 
         async def asked(*args: Any, **kwargs: Any) -> Any:
-            return await self._lane.run(method(*args, **kwargs))
+            return await self._thread.run(method(*args, **kwargs))
 
         return asked

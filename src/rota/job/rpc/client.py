@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Exited(Exception):
-    """Code in a lane called ``sys.exit``: a failure of that code, not the end of the lane."""
+    """Code in an event loop thread called ``sys.exit``: a failure of that code, not the end of the thread."""
 
 
 class EventLoopThread:
@@ -53,26 +53,26 @@ class EventLoopThread:
             loop.run_until_complete(asyncio.wait(left))
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Be the lane of a loop that runs in a thread of its own already; only before anything was given to this one.
+        """Take a loop that runs in a thread of its own already; only before anything was given to this one.
 
-        What arrives in that loop is then in this lane without a change of threads.
+        What arrives in that loop is then run without a change of threads.
         """
         if loop is not self.loop:
             self.close()
             self.loop = loop
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in this lane; its result comes as a future that any thread may wait for."""
+        """Start a coroutine in this loop; its result comes as a future that any thread may wait for."""
         return asyncio.run_coroutine_threadsafe(_contained(work), self.loop)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in this lane and wait for it from another event loop; cancelling the wait cancels it."""
+        """Run a coroutine in this loop and wait for it from another event loop; cancelling the wait cancels it."""
         if asyncio.get_running_loop() is self.loop:
             return await work
         return await asyncio.wrap_future(self.submit(work))
 
     async def do(self, function: Callable[[], T]) -> T:
-        """Call a plain function in this lane; it occupies the lane until it returns."""
+        """Call a plain function in this thread; it occupies the loop until it returns."""
 
         async def call() -> T:
             return function()
@@ -251,8 +251,9 @@ class RpcClient:
     ) -> Any:
         """Call an operation on the members that its send rule names; one merged result.
 
-        ``loop_epoch`` is the one of the loop that calls, the present one when left out. Raises RoleDown when nobody
-        could take it before the deadline, CallLost, CallFailed, TimedOut, BadInput; RolledBack when the loop is over.
+        ``loop_epoch`` is the one of the loop that calls, the present one when left out. Raises RoleDown when no
+        instance took it before the deadline, CallLost, CallFailed, TimedOut, BadInput; RolledBack when the
+        loop is over.
         """
         epoch, deadline_s = self._limits(op, loop_epoch)
         world = self._worlds[role.name] or role.replicas_min
@@ -299,8 +300,8 @@ class RpcClient:
             except Exception as error:  # noqa: BLE001 - handed to the consumer below, which raises it
                 done.put_nowait(error)
 
-        lanes = _room(op) * max(role.replicas_max, len(self.table.of_role(role.name)))
-        tasks = [asyncio.create_task(take()) for _ in range(min(lanes, len(items)))]
+        workers = _room(op) * max(role.replicas_max, len(self.table.of_role(role.name)))
+        tasks = [asyncio.create_task(take()) for _ in range(min(workers, len(items)))]
         try:
             for _ in items:
                 found = await done.get()
@@ -322,7 +323,7 @@ class RpcClient:
     ) -> Any:
         """One item to the least loaded ready instance, another than those in ``avoid`` if the role has one; sent once.
 
-        ``began`` is told who gets it, and may refuse. The deadline counts from then on: a backlog is no fault of the
+        ``began`` gets the receiver, and may refuse. The deadline counts from then on: a backlog is not the fault of the
         item. Returns the value, or how it was Lost: what the operation raised counts against the item, not the
         instance. Raises TimedOut, RolledBack.
         """

@@ -24,7 +24,7 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BatchPart:
     """What one member gets: its value, how many items it is long and how many of them are real (not padding)."""
 
     value: Any
@@ -53,17 +53,17 @@ def representatives(mesh: Mesh, axis: str | None, world: int) -> tuple[int, ...]
     )
 
 
-def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, Part]:
+def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, BatchPart]:
     """What each rank gets of the first argument. Raises BadInput when it does not divide or has no such axis."""
     match rule:
         case SameRule():
             size = _length_or(value, 1)
-            return dict.fromkeys(range(world), Part(value=value, size=size, real=size))
+            return dict.fromkeys(range(world), BatchPart(value=value, size=size, real=size))
         case Rank(rank=rank):
             if not 0 <= rank < world:
                 raise BadInput(f"Rank({rank}): the role has {world} instances")
             size = _length_or(value, 1)
-            return {rank: Part(value=value, size=size, real=size)}
+            return {rank: BatchPart(value=value, size=size, real=size)}
         case Shard(axis=axis, pad=pad):
             ways = len(representatives(mesh, axis, world))
             parts = _shards(value, ways, axis, pad)
@@ -72,7 +72,7 @@ def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, Part]:
             raise BadInput("Each has no fixed split: items go one by one")
 
 
-def _shards(value: Any, ways: int, axis: str, pad: str) -> list[Part]:
+def _shards(value: Any, ways: int, axis: str, pad: str) -> list[BatchPart]:
     total = length(value)
     if total == 0:
         raise BadInput(f"Shard({axis!r}): the batch is empty")
@@ -84,16 +84,18 @@ def _shards(value: Any, ways: int, axis: str, pad: str) -> list[Part]:
     size = total // ways if pad == "drop" else -(-total // ways)
     if size == 0:
         raise BadInput(f"Shard({axis!r}, pad='drop'): {total} items leave nothing for {ways} members")
-    found: list[Part] = []
+    found: list[BatchPart] = []
     for place in range(ways):
         start = place * size
         real = max(0, min(size, total - start))
         taken = map_batch(value, lambda leaf, start=start, real=real: _take(leaf, start, real, size - real))
-        found.append(Part(value=taken, size=size, real=real))
+        found.append(BatchPart(value=taken, size=size, real=real))
     return found
 
 
-def merge(results: Mapping[int, Any], parts: Mapping[int, Part], rule: Receive, *, axis: str | None, mesh: Mesh) -> Any:
+def merge(
+    results: Mapping[int, Any], parts: Mapping[int, BatchPart], rule: Receive, *, axis: str | None, mesh: Mesh
+) -> Any:
     """One value from the results of all ranks; ``axis`` is the one the arguments were split along, if they were."""
     if isinstance(rule, Rank):
         return results[rule.rank]
@@ -180,7 +182,7 @@ def _take(leaf: Any, start: int, real: int, padding: int) -> Any:
     return leaf[index]
 
 
-def _trim(result: Any, part: Part) -> Any:
+def _trim(result: Any, part: BatchPart) -> Any:
     if part.real == part.size:
         return result
 

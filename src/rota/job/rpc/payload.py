@@ -1,6 +1,6 @@
 """Results above a size stay where they were made: what travels is a Ref, an array that is read where it is looked into.
 
-An instance puts large arrays of its answer into the tensor plane, in one copy, and answers with their Refs. The loop
+An instance puts large arrays of its answer into the tensor store, in one copy, and answers with their Refs. The loop
 passes them on, cut and joined by rows without a byte moved; an instance that gets one as an argument sees the array, in
 place. So bytes go from role to role and not through the loop, unless its code looks: numpy, torch, attributes, indices
 and operators find an array.
@@ -31,7 +31,7 @@ from rota.tensors.core import ITEM_BYTES
 from rota.tensors.errors import OutOfMemory
 
 REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
-"""Variable of a role: arrays of answers from so many bytes on stay where they were made."""
+"""Variable of a role: arrays of answers of at least this size in bytes stay where they were made."""
 BYTES_MIN = 65_536
 """Its default; fewer bytes are faster in the answer than behind a name."""
 UNPICKLABLE_DEPTH_MAX = 20
@@ -40,7 +40,7 @@ LET_GO_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowRange:
     """Rows ``start`` to ``stop`` of a named tensor."""
 
     name: str
@@ -66,7 +66,7 @@ class Holdings:
     _alive: weakref.WeakValueDictionary[str, _Name] = field(default_factory=weakref.WeakValueDictionary)
     _lock: Any = field(default_factory=threading.RLock)
 
-    def hold(self, pieces: Iterable[Piece]) -> tuple[_Name, ...]:
+    def hold(self, pieces: Iterable[RowRange]) -> tuple[_Name, ...]:
         """What keeps the names of ``pieces``, for as long as it lives."""
         if not self.owner:
             return ()
@@ -92,14 +92,14 @@ HELD = Holdings()
 
 
 class Ref:
-    """An array of ``shape`` and ``dtype`` that lies in the tensor plane, in pieces of rows.
+    """An array of ``shape`` and ``dtype`` that lies in the tensor store, in pieces of rows.
 
     A slice, a list of rows, and ``join`` of several are Refs again; anything else reads the array by ``value()``.
     """
 
     __slots__ = ("_held", "_value", "dtype", "pieces", "shape", "torch")
 
-    def __init__(self, pieces: tuple[Piece, ...], shape: tuple[int, ...], dtype: str, torch: bool) -> None:
+    def __init__(self, pieces: tuple[RowRange, ...], shape: tuple[int, ...], dtype: str, torch: bool) -> None:
         self.pieces, self.shape, self.dtype, self.torch = pieces, shape, dtype, torch
         self._held = HELD.hold(pieces)
         self._value: Any = None
@@ -158,16 +158,16 @@ class Ref:
         return self._value
 
     def _rows(self, runs: Sequence[tuple[int, int]]) -> Ref:
-        found: list[Piece] = []
+        found: list[RowRange] = []
         for start, stop in runs:
             at = 0
             for one in self.pieces:
                 low, high = max(start - at, 0), min(stop - at, one.stop - one.start)
                 if low < high:
-                    found.append(Piece(one.name, one.start + low, one.start + high))
+                    found.append(RowRange(one.name, one.start + low, one.start + high))
                 at += one.stop - one.start
         rows = sum(stop - start for start, stop in runs)
-        empty = (Piece(self.pieces[0].name, 0, 0),)
+        empty = (RowRange(self.pieces[0].name, 0, 0),)
         return Ref(tuple(found) or empty, (rows, *self.shape[1:]), self.dtype, self.torch)
 
 
@@ -185,7 +185,7 @@ for _name in ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert",
     setattr(Ref, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _arrive(pieces: tuple[Piece, ...], shape: tuple[int, ...], dtype: str, torch: bool) -> Ref:
+def _arrive(pieces: tuple[RowRange, ...], shape: tuple[int, ...], dtype: str, torch: bool) -> Ref:
     HELD.arrived = True
     return Ref(pieces, shape, dtype, torch)
 
@@ -245,7 +245,7 @@ class Box:
         except (OutOfMemory, NotReachable):
             return array  # it travels in the answer
         self._count += 1
-        return Ref((Piece(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))
+        return Ref((RowRange(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))
 
 
 def unpicklable_at(value: Any, path: str, text: str, depth: int = UNPICKLABLE_DEPTH_MAX) -> str:
@@ -278,7 +278,7 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def prefix_of(job: JobId, loop_epoch: int, rest: str = "") -> str:
-    """Where the values made for a loop of ``loop_epoch`` are; those of older loops are nobody's."""
+    """Where the values made for a loop of ``loop_epoch`` are; those of older loops have no owner."""
     return f"call/{job}/{loop_epoch}/{rest}"
 
 

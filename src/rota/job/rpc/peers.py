@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rota.job.core.context import Instance, JobContext
+from rota.job.core.context import InstanceRecord, JobContext
 from rota.job.core.shutdown import CUT, WEIGHTS
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Handle, instance_name, master_name
@@ -134,14 +134,14 @@ def cursor_with(
 ) -> dict[str, Any]:
     """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
 
-    The epoch tells a version that was committed from one of the same number that a rollback took back.
+    The epoch distinguishes a committed version from one of the same number that a rollback took back.
     """
     weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
     return {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
 
 
 def _peers(ctx: JobContext) -> Iterator[Peer]:
-    """Those that take part, numbered without gaps in each role: who stands by or left is in nobody's way."""
+    """Those that take part, numbered without gaps in each role: spares and those that left are skipped."""
     ranks: dict[RoleName, int] = {}
     for one in ctx.instances.values():
         if one.active:
@@ -150,7 +150,7 @@ def _peers(ctx: JobContext) -> Iterator[Peer]:
             yield _peer(one, rank)
 
 
-def _peer(one: Instance, rank: int) -> Peer:
+def _peer(one: InstanceRecord, rank: int) -> Peer:
     process = one.process
     ready = one.state is InstanceState.READY and process is not None
     cause = "" if ready else (f"{one.error.reason}: {one.error.text}" if one.error else one.state.value)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rota.job.core.progress import Span, Wait, WaitKind
+from rota.job.core.progress import Span, WaitEdge, WaitKind
 from rota.runtime.clock import Clock
 from rota.spec import codec
 
 WAITS_MAX = 64
-"""Open waits that one beat tells, the oldest first."""
+"""Maximum number of open waits in one heartbeat, the oldest first."""
 FRAMES_MAX = 80
 ITEMS_MAX = 8
 """Items of a list or dict whose size is looked at; the rest is taken to be alike."""
@@ -84,12 +84,14 @@ class Waiting:
         finally:
             self.end(token)
 
-    def read(self, source: str) -> tuple[Wait, ...]:
+    def read(self, source: str) -> tuple[WaitEdge, ...]:
         """The open waits of ``source``, the oldest first."""
         now_s = self._clock.monotonic_s()
         waits = sorted(self._open.copy().values(), key=lambda one: one.since_s)[:WAITS_MAX]
         return tuple(
-            Wait(source=source, target=one.target, kind=one.kind, what=one.what, age_s=round(now_s - one.since_s, 3))
+            WaitEdge(
+                source=source, target=one.target, kind=one.kind, what=one.what, age_s=round(now_s - one.since_s, 3)
+            )
             for one in waits
         )
 

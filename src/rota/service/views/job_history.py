@@ -29,7 +29,7 @@ class InstanceHistory:
     """One member of a role: what the context says of it, with its last process, its last error and their times."""
 
     id: InstanceId
-    now: context.Instance
+    now: context.InstanceRecord
     since: float = 0.0
     node: str = ""
     pid: int = 0

@@ -231,10 +231,11 @@ def test_a_second_down_still_says_what_is_left(
     for one in (gateway, stubborn):
         ending.callback(one.wait)
         ending.callback(one.kill)
-    known = {one.pid: process.identify(one.pid) for one in (gateway, stubborn)}
     command = command_of(Path(settings.home), EngineSettings(address="head:6379"))
     for name, one in (("gateway", gateway), ("other", stubborn)):
-        run.write(name, process.ProcessId(pid=one.pid, start_time=known[one.pid].start_time), command)
+        which = process.identify(one.pid)
+        assert which is not None
+        run.write(name, which, command)
     real = process.stop_tree
 
     def stop_tree(one: process.ProcessId, **limits: float) -> tuple[process.ProcessId, ...]:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -18,6 +18,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.process import daemon, supervisor
+from rota.service.process.daemon import ServiceRecord
 from rota.spec.errors import RotaError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,7 +48,7 @@ def until(found: Callable[[], T | None], what: str, log: Path | None = None) -> 
     raise AssertionError(f"{what} not within {LIMIT_S} s; {log.read_text() if log else ''}")
 
 
-def another_service(home: Home, old: dict[str, Any]) -> dict[str, Any] | None:
+def another_service(home: Home, old: ServiceRecord) -> ServiceRecord | None:
     record = daemon.find_service(home)
     try:
         answers = record is not None and record["pid"] != old["pid"] and daemon.ask(home, "GET", "/readyz")["ok"]
@@ -160,7 +161,8 @@ def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_li
 ) -> None:
     kept = supervisor.Supervisor(load_settings({"home": str(tmp_path)}, environ={}))
     kept._failures, kept._taken, kept._died_s = 5000, True, kept._clock.monotonic_s()
-    kept._start_again({}, ProcessId(pid=1, start_time=0.0))
+    record = ServiceRecord(url="http://x:1", pid=1, start_time=0.0, boot_id="b", version="0", pretend="")
+    kept._start_again(record, daemon.identity_of(record))
     assert kept._failures == 5000, "it waits, it does not try"
     records = iter([{"pid": os.getpid()}, None])
     monkeypatch.setattr(supervisor, "last_service", lambda _: next(records))

@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from rota.train.apply import StepResult
+from rota.train.checkpoint import candidates
 from rota.train.data import StaticOrder
 from rota.train.loop import fit
 from rota.train.models.gpt import Gpt
@@ -38,6 +40,8 @@ def main(folder: Path, steps: int) -> None:
             with (folder / "losses").open("a") as file:
                 file.write(json.dumps([step, result.loss]) + "\n")
         if str(step) == os.environ.get("DIE_AT") and torch.distributed.get_rank() == 1:
+            while not candidates(folder / "checkpoints"):  # they are written in the background
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if str(step) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)

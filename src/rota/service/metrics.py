@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -25,28 +24,11 @@ WAIT_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 FAILOVER_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
-@dataclass(slots=True)
-class Buckets:
-    """A histogram that is filled by replay: counts at or below each bound, and the sum."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total_s: float = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total_s += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' form: ``le`` and the number of values up to it."""
-        found: list[tuple[str, float]] = []
-        seen = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts or [0] * (len(self.bounds) + 1)):
-            seen += count
-            found.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
-        return found
+HISTOGRAMS = (
+    ("rota_wait_seconds", "From submit to the first admission.", "queue", WAIT_BUCKETS_S),
+    ("rota_completion_seconds", "From submit to the end.", "queue", WAIT_BUCKETS_S),
+    ("rota_failover_seconds", "Length of recoveries.", "level", FAILOVER_BUCKETS_S),
+)
 
 
 class Metrics(Collector):
@@ -64,9 +46,9 @@ class Metrics(Collector):
         self._steps_lost = 0
         self._fenced = 0
         self._decisions: Counter[str] = Counter()
-        self._wait: dict[str, Buckets] = defaultdict(lambda: Buckets(WAIT_BUCKETS_S))
-        self._completion: dict[str, Buckets] = defaultdict(lambda: Buckets(WAIT_BUCKETS_S))
-        self._failover: dict[str, Buckets] = defaultdict(lambda: Buckets(FAILOVER_BUCKETS_S))
+        self._wait, self._completion, self._failover = (
+            Histogram(name, text, (label,), buckets=buckets, registry=None) for name, text, label, buckets in HISTOGRAMS
+        )
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.http = Histogram(
@@ -108,38 +90,38 @@ class Metrics(Collector):
         """Count one record; the installation has taken it in before."""
         if isinstance(record.event, e.PartReplaced):
             self._replaced[record.event.part.partition(" of ")[0]] += 1
-        history = self._installation.jobs.get(record.job) if record.job is not None else None
-        if history is None:
+        job = self._installation.jobs.get(record.job) if record.job is not None else None
+        if job is None:
             return
         match record.event:
             case e.JobAdmitted(attempt=1):
-                self._wait[history.queue].observe(record.at - history.submitted_at)
+                self._wait.labels(job.queue).observe(record.at - job.submitted_at)
                 self._decisions["admit"] += 1
             case e.JobAdmitted():
                 self._decisions["admit"] += 1
             case e.JobWaits():
                 self._decisions["wait"] += 1
             case e.PreemptAsked(reason=reason):
-                self._preemptions[(history.queue, reason)] += 1
+                self._preemptions[(job.queue, reason)] += 1
                 self._decisions["preempt"] += 1
-            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in history.instances:
-                self._restarts[history.queue] += history.instances[(role, rank)].now.restarts > 0
+            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in job.instances:
+                self._restarts[job.queue] += job.instances[(role, rank)].now.restarts > 0
             case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(failover=number, seconds=seconds):
-                for failure in history.failures:
-                    if failure.number == number and failure.attempt == history.ctx.attempt:
-                        self._failover[failure.level].observe(seconds)
+                for failure in job.failures:
+                    if failure.number == number and failure.attempt == job.ctx.attempt:
+                        self._failover.labels(failure.level).observe(seconds)
             case e.Committed():
-                self._count_samples(history.id, record.event)
+                self._count_samples(job.id, record.event)
             case e.RolledBack(from_commit=old, to_commit=new):
                 self._steps_lost += max(0, old - new)
             case e.FencedWrite(count=count):
                 self._fenced += count
             case e.JobEnded(state=state, reason=reason):
-                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != history.id}
-                self._jobs[(history.queue, state, reason)] += 1
-                self._completion[history.queue].observe(record.at - history.submitted_at)
+                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != job.id}
+                self._jobs[(job.queue, state, reason)] += 1
+                self._completion.labels(job.queue).observe(record.at - job.submitted_at)
             case _:
                 pass
 
@@ -160,49 +142,30 @@ class Metrics(Collector):
         yield from self._cluster()
 
     def _counters(self) -> Iterator[Metric]:
-        jobs = CounterMetricFamily("rota_jobs", "Jobs that ended.", labels=("queue", "state", "reason"))
-        for (queue, state, reason), count in self._jobs.items():
-            jobs.add_metric((queue, state, reason), count)
-        yield jobs
-        preemptions = CounterMetricFamily(
-            "rota_preemptions", "Jobs asked for their devices.", labels=("queue", "reason")
+        replaced = "Processes of the installation itself that hung or died and were replaced."
+        rows: tuple[tuple[str, str, tuple[str, ...], Mapping[Any, int]], ...] = (
+            ("rota_jobs", "Jobs that ended.", ("queue", "state", "reason"), self._jobs),
+            ("rota_preemptions", "Jobs asked for their devices.", ("queue", "reason"), self._preemptions),
+            ("rota_failovers", "Recoveries begun.", ("level", "reason"), self._failovers),
+            ("rota_restarts", "Processes started again.", ("queue",), self._restarts),
+            ("rota_parts_replaced", replaced, ("part",), self._replaced),
+            ("rota_decisions", "Decisions of the scheduler.", ("kind",), self._decisions),
+            ("rota_samples", "Items of streams.", ("state", "reason"), self._samples),
         )
-        for labels, count in self._preemptions.items():
-            preemptions.add_metric(labels, count)
-        yield preemptions
-        failovers = CounterMetricFamily("rota_failovers", "Recoveries begun.", labels=("level", "reason"))
-        for labels, count in self._failovers.items():
-            failovers.add_metric(labels, count)
-        yield failovers
-        restarts = CounterMetricFamily("rota_restarts", "Processes started again.", labels=("queue",))
-        for queue, count in self._restarts.items():
-            restarts.add_metric((queue,), count)
-        yield restarts
-        text = "Processes of the installation itself that hung or died and were replaced."
-        replaced = CounterMetricFamily("rota_parts_replaced", text, labels=("part",))
-        for part, count in self._replaced.items():
-            replaced.add_metric((part,), count)
-        yield replaced
-        decisions = CounterMetricFamily("rota_decisions", "Decisions of the scheduler.", labels=("kind",))
-        for kind, count in self._decisions.items():
-            decisions.add_metric((kind,), count)
-        yield decisions
-        samples = CounterMetricFamily("rota_samples", "Items of streams.", labels=("state", "reason"))
-        for labels, count in self._samples.items():
-            samples.add_metric(labels, count)
-        yield samples
+        for name, text, labels, counts in rows:
+            family = CounterMetricFamily(name, text, labels=labels)
+            for key, count in counts.items():
+                family.add_metric(key if isinstance(key, tuple) else (key,), count)
+            yield family
         yield CounterMetricFamily("rota_steps_lost", "Commits that were rolled back.", value=self._steps_lost)
         yield CounterMetricFamily("rota_fenced", "Writes of older epochs that were refused.", value=self._fenced)
 
     def _histograms(self) -> Iterator[Metric]:
-        for name, text, label, rows in (
-            ("rota_wait_seconds", "From submit to the first admission.", "queue", self._wait),
-            ("rota_completion_seconds", "From submit to the end.", "queue", self._completion),
-            ("rota_failover_seconds", "Length of recoveries.", "level", self._failover),
-        ):
+        """Without the time of their making: it would be that of the last start, which replays them."""
+        for histogram, (name, text, label, _) in zip((self._wait, self._completion, self._failover), HISTOGRAMS):
             family = HistogramMetricFamily(name, text, labels=(label,))
-            for value, buckets in rows.items():
-                family.add_metric((value,), buckets=buckets.cumulative(), sum_value=buckets.total_s)
+            samples = [sample for one in histogram.collect() for sample in one.samples]
+            family.samples = [one for one in samples if not one.name.endswith("_created")]
             yield family
 
     def _queues(self) -> Iterator[Metric]:
@@ -241,9 +204,9 @@ class Metrics(Collector):
         stale = GaugeMetricFamily(
             "rota_stale_versions", "Oldest item of the last commit, in model versions.", labels=("job", "stream")
         )
-        for history in self._installation.live.values():
-            for row in stream_rows(history.commit):
-                stale.add_metric((history.id, row["name"]), row["age"])
+        for job in self._installation.live.values():
+            for row in stream_rows(job.commit):
+                stale.add_metric((job.id, row["name"]), row["age"])
         yield stale
         used = totals["gpus_used"] / totals["gpus"] if totals["gpus"] else 0.0
         yield GaugeMetricFamily("rota_gpu_allocated_ratio", "Devices that jobs hold, of all.", value=used)

@@ -265,7 +265,7 @@ class Audit:
         self._clock = clock
         self._window_s, self._anonymous, self._left_out = float("-inf"), 0, 0
 
-    def begin(self, line: dict[str, Any]) -> None:
+    def begin(self, line: Mapping[str, object]) -> None:
         """Write who asks for what; ``request_id`` names it. Raises StoreUnavailable when that is impossible."""
         try:
             self._write({"at": iso(self._clock.wall_s()), **line, "status": None})
@@ -283,7 +283,7 @@ class Audit:
         """Write what came of it. Raises OSError; that it was begun is already written."""
         self._write({"request_id": request_id, "status": status})
 
-    def anonymous(self, line: dict[str, Any]) -> None:
+    def anonymous(self, line: Mapping[str, object]) -> None:
         """Write a refusal of a request without a valid token; of a flood only the number. Raises OSError."""
         now = self._clock.monotonic_s()
         if now - self._window_s >= ANONYMOUS_WINDOW_S:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 from pydantic import AfterValidator
@@ -31,7 +31,7 @@ from rota.service.metrics import Metrics
 from rota.service.models.jobs import JobDocument
 from rota.service.rest.auth import COOKIE, SAFE_METHODS, Audit, Auth, AuthRequest
 from rota.service.views.job_history import JobHistory
-from rota.service.views.jobs import job_document, outlined
+from rota.service.views.jobs import HeartbeatFields, job_document, outlined
 from rota.service.webhooks import Notifier
 from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, SeqConflict, UnknownName, nearest, unknown
 from rota.spec.events import Event
@@ -44,8 +44,6 @@ EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
 STOP_TRIES_MAX = 20
 AUDITED_PATH_MAX = 200
 """Characters of a path that the audit keeps: a stranger may send any."""
-
-Document = dict[str, Any]
 
 _ZERO = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 T = TypeVar("T")
@@ -241,7 +239,7 @@ def _refuse_unknown_parameters(request: Request) -> None:
             raise BadInput(f"query.{name}: unknown parameter", hint=hint)
 
 
-def asked_line(scope: Scope, caller: Caller | None) -> Document:
+def asked_line(scope: Scope, caller: Caller | None) -> dict[str, object]:
     """A request as the audit keeps it."""
     return {
         "user": caller.user if caller else "",
@@ -278,16 +276,17 @@ class JobAccess:
         """Append to the job. Raises Conflict when it has ended or is modified all the time."""
         await append_live(self.app, self.job, event)
 
-    async def beats(self) -> dict[str, dict[str, Any]]:
+    async def beats(self) -> Mapping[str, HeartbeatFields]:
         """The last heartbeat of each instance; none of a job without a master."""
-        return await self.app.engine.beats(self.job.id) if self.has_master else {}
+        found = await self.app.engine.beats(self.job.id) if self.has_master else {}
+        return cast("Mapping[str, HeartbeatFields]", found)
 
     @property
     def has_master(self) -> bool:
         """True when there may be a master to ask."""
         return self.job.state.holds_devices and self.job.master is not None
 
-    def document(self, beats: Mapping[str, Mapping[str, Any]] | None = None) -> JobDocument:
+    def document(self, beats: Mapping[str, HeartbeatFields] | None = None) -> JobDocument:
         """The job as its caller may see it: without commands and tracebacks for who may not read it."""
         app, job = self.app, self.job
         output = job.spec.output or str(app.home.job(job.id).output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.paths import paths_of
@@ -21,13 +20,13 @@ from rota.service.models.jobs import (
     TraceSummary,
 )
 from rota.service.views.job_history import JobHistory
-from rota.service.views.jobs import stream_rows
+from rota.service.views.jobs import HeartbeatFields, stream_rows
 from rota.spec.events import Committed, Record
 from rota.spec.job import JobSpec
 
 
 def graph_document(
-    spec: JobSpec, job: JobHistory | None = None, beats: Mapping[str, Mapping[str, Any]] | None = None
+    spec: JobSpec, job: JobHistory | None = None, beats: Mapping[str, HeartbeatFields] | None = None
 ) -> GraphDocument:
     """Vertices, edges and failure units; with a job also the state of each instance and what streams have seen.
 
@@ -62,7 +61,7 @@ def graph_document(
     )
 
 
-def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[ObservedEdge]:
+def observed_edges(beats: Mapping[str, HeartbeatFields]) -> list[ObservedEdge]:
     """Who really called whom: times, failures, seconds waited and about how many bytes went both ways."""
     sums: dict[tuple[str, str, str, str], tuple[int, int, float, int]] = {}
     for instance, beat in beats.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import Wait
 from rota.job.core.resize import wanted_size
@@ -39,6 +39,24 @@ from rota.spec.states import InstanceState, JobState
 
 LIMIT_MAX = 200
 FILTER_STATES = tuple(state.value for state in JobState)
+
+
+class HeartbeatFields(TypedDict):
+    """What documents show of the last heartbeat of an instance, as its master keeps it."""
+
+    epoch: int
+    progress_n: float
+    progress_unit: str
+    idle_s: float
+    age_s: float
+    busy: Sequence[str]
+    quiet: str
+    waits: NotRequired[Sequence[Mapping[str, str]]]
+    step_s: NotRequired[float]
+    cpus: NotRequired[float]
+    rss_bytes: NotRequired[int]
+    weights: NotRequired[Sequence[Sequence[object]]]
+    calls: NotRequired[Sequence[tuple[str, str, str, int, int, float, int]]]
 
 
 def when(at: float | None) -> Moment | None:
@@ -149,7 +167,7 @@ def job_document(
     job: JobHistory,
     now: float,
     wait_of: WaitOf,
-    beats: Mapping[str, Mapping[str, Any]] | None = None,
+    beats: Mapping[str, HeartbeatFields] | None = None,
     *,
     output: str = "",
     url: str = "",
@@ -197,7 +215,7 @@ def outlined(document: JobDocument) -> JobDocument:
     }
 
 
-def instance_row(job: JobHistory, one: InstanceHistory, beat: Mapping[str, Any] | None = None) -> InstanceRow:
+def instance_row(job: JobHistory, one: InstanceHistory, beat: HeartbeatFields | None = None) -> InstanceRow:
     """One instance; a heartbeat of another epoch does not count."""
     bundle = job.bundle_of(one.id)
     return document(
@@ -214,7 +232,7 @@ def instance_row(job: JobHistory, one: InstanceHistory, beat: Mapping[str, Any] 
     )
 
 
-def _progress_report(beat: Mapping[str, Any]) -> ProgressReport:
+def _progress_report(beat: HeartbeatFields) -> ProgressReport:
     older: dict[str, Any] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}  # what an older process does not send
     return document(
         ProgressReport,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from rota.cluster.core.explain import SchedulerExplanation
 from rota.cluster.sim.forecast import Estimate
@@ -222,7 +222,7 @@ def _loss(at: float, loss: InstanceLost, *, instance: str = "") -> LossRow:
     return document(LossRow, loss, at=at, instance=instance or f"{loss.role}/{loss.rank}", process_alive=loss.alive)
 
 
-def why_document(job: JobHistory, live: Mapping[str, Any]) -> WaitGraphDocument:
+def why_document(job: JobHistory, live: Mapping[str, object]) -> WaitGraphDocument:
     """``WaitGraph``. ``live`` is the answer of the master, empty without one: then only the log is known.
 
     ``culprits`` are past their limit on progress and hold up the rest, ``suspects`` would be if the limit were short;

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -59,7 +59,7 @@ async def readyz(app: Parts) -> Sent[Health]:
 
 
 @ui.get("/openapi.json")
-async def openapi(request: Request) -> Sent[dict[str, Any]]:
+async def openapi(request: Request) -> Sent[dict[str, object]]:
     """The API as OpenAPI 3.1."""
     return request.app.openapi()
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -20,8 +20,9 @@ from rota.runtime.output import LogLine, find_offset, follow_batch, log_files, m
 from rota.service.accounts import Caller, Redactor, Role
 from rota.service.control.loop import ServiceLoop
 from rota.service.models.base import Sent, document
-from rota.service.models.jobs import EventList, LogPage
-from rota.service.rest.deps import AppState, Asker, Document, Parts, ReadJob, check_attempt, member_of
+from rota.service.models.jobs import EventList, EventRecord, LogPage
+from rota.service.models.jobs import LogLine as LogLineDocument
+from rota.service.rest.deps import AppState, Asker, Parts, ReadJob, check_attempt, member_of
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import without_password
 from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName, unknown
@@ -77,7 +78,7 @@ async def _events(
     if kind and kind not in KINDS:
         raise unknown(f"no event is of the type {kind!r}", kind, sorted(KINDS), "types")
 
-    def view() -> Callable[[Record], Document | None]:
+    def view() -> Callable[[Record], EventRecord | None]:
         now = app.auth.renewed(caller)
         if job is not None:
             app.read(now, job)
@@ -98,7 +99,7 @@ async def _events(
     return JSONResponse(page)
 
 
-def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) -> Document | None:
+def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) -> EventRecord | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
         private = isinstance(record.event, AccountEvent)
@@ -108,8 +109,7 @@ def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) ->
         return redactor.redact(record_document(record))
     if job is None or not caller.sees(job):
         return None
-    document = record_document(record)
-    return {name: document[name] for name in ("number", "job", "seq", "at", "kind")}
+    return document(EventRecord, record_document(record))
 
 
 @router.get("/jobs/{job}/logs", response_model=Sent[LogPage], responses=_STREAM)
@@ -200,42 +200,28 @@ MARK_EVERY = 50
 OFFSET_DIGITS_MAX = 18
 
 
-def record_document(record: Record) -> dict[str, Any]:
+def record_document(record: Record) -> EventRecord:
     """One event of the log; the address of a webhook without its password."""
     event = record.event
     if isinstance(event, WebhookSet):  # one of before, when it was kept whole
         event = replace(event, url=without_password(event.url))
-    return {
-        "number": record.number,
-        "job": record.job,
-        "seq": record.seq,
-        "at": iso(record.at),
-        **event_to_json(event),
-    }
+    head = {"number": record.number, "job": record.job, "seq": record.seq, "at": iso(record.at)}
+    return cast("EventRecord", head | event_to_json(event))
 
 
-def line_document(line: LogLine) -> dict[str, Any]:
+def line_document(line: LogLine) -> LogLineDocument:
     """One line of output."""
-    return {
-        "kind": "LogLine",
-        "instance": line.instance,
-        "attempt": line.attempt,
-        "epoch": line.epoch,
-        "offset": line.offset,
-        "ts": iso(line.ts) if line.ts else None,
-        "stream": line.stream,
-        "text": line.text,
-    }
+    return document(LogLineDocument, line, ts=line.ts or None)
 
 
-def frame(data: Any, *, event: str | None = None, id: str | None = None) -> bytes:
+def frame(data: object, *, event: str | None = None, id: str | None = None) -> bytes:
     """One server-sent event."""
     return format_sse_event(data_str=json.dumps(data, ensure_ascii=False), event=event, id=id)
 
 
 async def follow_events(
     loop: ServiceLoop,
-    view: Callable[[], Callable[[Record], dict[str, Any] | None]],
+    view: Callable[[], Callable[[Record], EventRecord | None]],
     *,
     job: JobId | None,
     after: int,
@@ -261,9 +247,9 @@ async def follow_events(
             return
         for record in records:
             cursor = record.number
-            document = shown(record)
-            if document is not None and (not kind or document["kind"] == kind):
-                yield frame(document, event="event", id=str(cursor))
+            item = shown(record)
+            if item is not None and (not kind or item["kind"] == kind):
+                yield frame(item, event="event", id=str(cursor))
             if job is not None and isinstance(record.event, JobEnded):
                 yield frame({"state": record.event.state}, event="end")
                 return

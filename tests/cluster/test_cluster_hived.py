@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.proof.cases.hived import set_node_health, start_all_nodes
 
 from rota.cluster.core.capacity import CellSpec
 from rota.cluster.core.state import Txn
@@ -35,7 +36,7 @@ def forest(pairs: int = 2) -> list[CellSpec]:
 def cluster(*tenants: tuple[str, str, int], pairs: int = 2) -> HivedCluster:
     owned = [TenantCells(name=name, cells=((path, count),)) for name, path, count in tenants]
     made = HivedCluster(VirtualCells(forest(pairs), TYPES, owned))
-    made.start_all_nodes(Txn())
+    start_all_nodes(made, Txn())
     return made
 
 
@@ -152,7 +153,7 @@ def test_guarantees_stay_safe_and_every_change_can_be_undone(
         elif op == "end" and gang is not None and gang.state != "preempting":
             c.release(txn, name)
         elif op in ("bad", "good"):
-            c.set_node_health(txn, number % 4, op == "good")
+            set_node_health(c, txn, number % 4, op == "good")
         assert buddy.is_safe("pair")
         for leaf, cell in enumerate(c.cells.physical.leaf_cells):
             used = cell in c.user or cell in c.reserver

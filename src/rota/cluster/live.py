@@ -178,7 +178,7 @@ class Scheduler:
                 self._happened(events.StopRequested(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
                 self._happened(events.StopRequested(job=job), at)
-                self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
+                self._forget_waiting(job, known, at)
                 if reason is Reason.PAUSED:
                     self._happened(events.JobPaused(job=job, paused=True), at)
             case MoveAsked(node=node, due_at=None):
@@ -203,11 +203,10 @@ class Scheduler:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
                 self._happened(events.StopRequested(job=job), at)
-                self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
+                self._forget_waiting(job, known, at)
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
-                self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
-                self._forget(job, known, lambda request: True, at)
+                self._forget_all(job, known, at)
                 self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
                 if known is not None and _bundles_of(known.own) < known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # it asks for all of it again
@@ -216,8 +215,7 @@ class Scheduler:
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
                     self._happened(events.JobSaved(job=row), at)
             case JobEnded():
-                self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
-                self._forget(job, known, lambda request: True, at)
+                self._forget_all(job, known, at)
                 self._jobs.pop(job, None)
                 self._happened(events.JobGone(job=job), at)
             case _:
@@ -282,6 +280,15 @@ class Scheduler:
             self._happened(events.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
+
+    def _forget_all(self, job: JobId, known: _Known | None, at: float) -> None:
+        """An attempt is over: its gangs and the moves that it was asked for."""
+        self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
+        self._forget(job, known, lambda request: True, at)
+
+    def _forget_waiting(self, job: JobId, known: _Known | None, at: float) -> None:
+        """A job that is asked to stop waits for no gang any more."""
+        self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
 
     def _moved(self, job: JobId, known: _Known, gang: GangId, at: float) -> None:
         """A reservation is gone: what took its place is the holding of the job itself, else the rest of the gangs is.

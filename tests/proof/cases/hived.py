@@ -44,6 +44,21 @@ def build_cells(config: Raw) -> VirtualCells:
     return VirtualCells(forest, types, tenants)
 
 
+def start_all_nodes(cluster: HivedCluster, txn: Txn) -> None:
+    """Take the nodes in as a cluster does that comes up: all are bad until they report."""
+    for healthy in (False, True):
+        for leaf in cluster.cells.physical.leaf_cells:
+            cluster.buddy.set_health(txn, leaf, healthy)
+
+
+def set_node_health(cluster: HivedCluster, txn: Txn, node: int, healthy: bool) -> None:
+    """Every device of a node (row among the nodes) turns good or bad."""
+    physical = cluster.cells.physical
+    cell = physical.node_cells[node]
+    for leaf in physical.leaf_cells[int(physical.leaf0[cell]) : int(physical.leaf1[cell])]:
+        cluster.buddy.set_health(txn, leaf, healthy)
+
+
 def _physical(
     types: dict[str, CellType], kind: str, raw: Raw | None, position: int, counter: dict[str, int], *, in_node: bool
 ) -> CellSpec:
@@ -190,7 +205,7 @@ class _Replay:
 
     def _start(self, overrides: Raw) -> None:
         self.cluster = HivedCluster(build_cells(configured(self.document, overrides)))
-        self.cluster.start_all_nodes(self.txn)
+        start_all_nodes(self.cluster, self.txn)
         self.offers, self.preempting, self.waiting = {}, {}, {}
 
     def _op_start(self, step: Raw) -> None:
@@ -397,7 +412,7 @@ class _Replay:
         names = self._node_names()
         if node not in names:
             raise Unsupported(f"node {node!r}")
-        self.cluster.set_node_health(self.txn, names.index(node), healthy)
+        set_node_health(self.cluster, self.txn, names.index(node), healthy)
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 

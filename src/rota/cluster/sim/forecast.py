@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TypedDict
 
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
-from rota.cluster.sim.report import spread_of
+from rota.cluster.sim.report import Percentiles, spread_of
 from rota.cluster.sim.simulate import SimJob, SimResult, Simulation
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId
@@ -27,6 +27,48 @@ WALL_MAX_S = 1.0
 """How long one of the two plays may take; a start that lies beyond what was played in that time is not known."""
 
 
+class StartEstimate(TypedDict):
+    """JSON document of an estimate."""
+
+    p50: float | None
+    p90: float | None
+    basis: str
+
+
+class ProfileOutlook(TypedDict):
+    """Figures of the live jobs under one profile."""
+
+    jobs: int
+    started: int
+    finished: int
+    wait_s: Percentiles
+    jct_s: Percentiles
+    makespan_s: float
+    utilisation: float | None
+    preemptions: int
+
+
+class JobOutlook(TypedDict):
+    """Start and end of a job under each profile in seconds from now; None beyond the horizon."""
+
+    job: JobId
+    queue: str
+    gpus: float
+    state: str
+    starts_s: dict[str, float | None]
+    ends_s: dict[str, float | None]
+    preemptions: dict[str, int]
+
+
+class OutlookDocument(TypedDict):
+    """The live jobs under several profiles."""
+
+    profiles: list[str]
+    basis: str
+    summary: dict[str, ProfileOutlook]
+    items: list[JobOutlook]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Start of a job in seconds of the scheduler's clock: likely, and if jobs run longer; None: not known.
@@ -38,7 +80,7 @@ class Estimate:
     p90: float | None
     basis: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StartEstimate:
         """The ``estimate`` of ``rota explain --json``."""
         return {"p50": self.p50, "p90": self.p90, "basis": self.basis}
 
@@ -111,7 +153,7 @@ class Forecast:
         return {job: one.first_start_s for job, one in run.run().runs.items()}
 
 
-def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:
+def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> OutlookDocument:
     """What becomes of the live jobs under each profile, if no other job comes: starts and ends in seconds from now.
 
     ``forks`` has for each profile a copy of the same state, which is used up. A job without an estimate or time limit
@@ -146,7 +188,7 @@ def _played(fork: State, profile: str, mean: float, now: float, clock: Clock) ->
     return Simulation(fork, get_profile(profile), jobs, clock, until_s=now + HORIZON_S, now=now).run()
 
 
-def _figures(run: SimResult, now: float, gpus: int) -> dict[str, Any]:
+def _figures(run: SimResult, now: float, gpus: int) -> ProfileOutlook:
     starts = [one.first_start_s for one in run.runs.values()]
     ends = [one.end_s for one in run.runs.values()]
     span = run.last_s - now

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -54,24 +54,18 @@ class JobLine:
         """From submission to the end."""
         return None if self.end_s is None else self.end_s - self.submit_s
 
-    def row(self) -> dict[str, Any]:
-        """The columns of the job table."""
-        return {
-            "job_id": self.job_id,
-            "vc": self.vc,
-            "gpus": self.gpus,
-            "submit_s": self.submit_s,
-            "first_start_s": self.first_start_s,
-            "end_s": self.end_s,
-            "wait_s": self.wait_s,
-            "jct_s": self.jct_s,
-            "attempts": self.attempts,
-            "preemptions": self.preemptions,
-            "lost_gpu_s": self.lost_gpu_s,
-            "level": self.level,
-            "state": self.state,
-            "response_s": self.response_s,
-        }
+    def row(self, columns: Sequence[str]) -> TableRow:
+        """The values of these columns."""
+        return {name: getattr(self, name) for name in columns}
+
+
+TableRow = dict[str, str | float | None]
+JOB_COLUMNS = (
+    *("job_id", "vc", "gpus", "submit_s", "first_start_s", "end_s", "wait_s", "jct_s", "attempts", "preemptions"),
+    *("lost_gpu_s", "level", "state", "response_s"),
+)
+"""The job table."""
+NEVER_STARTED_COLUMNS = ("job_id", "vc", "gpus", "state", "reason", "text")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,10 +88,85 @@ class RunFigures:
     decision_s: list[float] = field(default_factory=list[float])
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float | None]:
+class Percentiles(TypedDict):
+    """Mean, median, 95th and 99th percentile and maximum; None of no values."""
+
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+
+
+class DecisionTimes(TypedDict):
+    """Wall time of a pass in milliseconds."""
+
+    p50: float | None
+    p99: float | None
+
+
+class Summary(TypedDict):
+    """Figures of a run: ``wait_s`` from submission to devices, ``response_s`` to first work, ``jct_s`` to the end."""
+
+    jobs: int
+    finished: int
+    skipped: int
+    unschedulable: int
+    makespan_s: float
+    throughput_jobs_h: float | None
+    wait_s: Percentiles
+    response_s: Percentiles
+    jct_s: Percentiles
+    slowdown: Percentiles
+    utilisation: float | None
+    fragmentation: float
+    fairness_jain: float | None
+    dominant_share_gap: float
+    preemptions: int
+    migrations: int
+    turns: int
+    resizes: int
+    lost_gpu_s: float
+    deadline_hit: float | None
+    decisions: int
+    invariant_violations: int
+    wall_s: float
+    jobs_per_s: float | None
+    decision_ms: DecisionTimes
+
+
+class TenantFigures(TypedDict):
+    """Waits, completion and use of one tenant."""
+
+    jobs: int
+    wait_s: Percentiles
+    jct_s: Percentiles
+    used_gpu_s: float
+    borrowed_gpu_s: float
+
+
+class Delay(TypedDict):
+    """Seconds by which jobs started later than in the baseline."""
+
+    mean: float
+    max: float
+
+
+class BaselineFigures(TypedDict):
+    """The jobs of a run compared with the same jobs of a baseline."""
+
+    later_jobs: int
+    later_guaranteed: int
+    extra_s: Delay
+    earlier_jobs: int
+    wait_ratio_by_vc: dict[str, float | None]
+    jct_ratio: float | None
+
+
+def spread_of(values: Sequence[float]) -> Percentiles:
     """Mean, median, 95th and 99th percentile and maximum; None of nothing."""
     if not values:
-        return dict.fromkeys(("mean", "p50", "p95", "p99", "max"))
+        return {"mean": None, "p50": None, "p95": None, "p99": None, "max": None}
     data = np.asarray(values, dtype=np.float64)
     p50, p95, p99 = (float(v) for v in np.percentile(data, (50, 95, 99)))
     return {"mean": float(data.mean()), "p50": p50, "p95": p95, "p99": p99, "max": float(data.max())}
@@ -110,11 +179,9 @@ def jain(shares: Sequence[float]) -> float | None:
     return float(data.sum()) ** 2 / (len(data) * square) if square else None
 
 
-def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float], *, skipped: int) -> dict[str, Any]:
+def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float], *, skipped: int) -> Summary:
     """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on, ``skipped`` of
     jobs of the trace that could not be played.
-
-    Seconds of a job: ``wait_s`` from submission to its devices, ``response_s`` to its first work, ``jct_s`` to its end.
     """
     span = run.last_s - run.first_s
     done = [job for job in jobs if job.jct_s is not None]
@@ -158,13 +225,12 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
     }
 
 
-def never_started(jobs: Sequence[JobLine]) -> list[dict[str, Any]]:
+def never_started(jobs: Sequence[JobLine]) -> list[TableRow]:
     """Jobs without a start, and why: with the state UNSCHEDULABLE not even an empty cluster would hold them."""
-    names = ("job_id", "vc", "gpus", "state", "reason", "text")
-    return [{name: getattr(job, name) for name in names} for job in jobs if job.first_start_s is None]
+    return [job.row(NEVER_STARTED_COLUMNS) for job in jobs if job.first_start_s is None]
 
 
-def per_tenant(jobs: Sequence[JobLine], borrowed: Mapping[str, float]) -> dict[str, Any]:
+def per_tenant(jobs: Sequence[JobLine], borrowed: Mapping[str, float]) -> dict[str, TenantFigures]:
     """Waits, completion and use of each tenant that has jobs."""
     groups: dict[str, list[JobLine]] = {}
     for job in jobs:
@@ -184,12 +250,12 @@ def per_tenant(jobs: Sequence[JobLine], borrowed: Mapping[str, float]) -> dict[s
 def write_jobs(path: Path, jobs: Sequence[JobLine]) -> None:
     """Write the job table as CSV."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(jobs[0].row()) if jobs else ["job_id"], lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=JOB_COLUMNS if jobs else ["job_id"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(job.row() for job in jobs)
+        writer.writerows(job.row(JOB_COLUMNS) for job in jobs)
 
 
-def versus(base: Sequence[JobLine], other: Sequence[JobLine], tolerance_s: float) -> dict[str, Any]:
+def versus(base: Sequence[JobLine], other: Sequence[JobLine], tolerance_s: float) -> BaselineFigures:
     """How the jobs of a run did against the same jobs of a baseline; later = start > baseline start + tolerance.
 
     A job that starts in the baseline only counts as later without a number of seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Profile
@@ -14,9 +14,14 @@ from rota.cluster.live import RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.fgd import POLICIES, WHOLE, Board, Chooser, Mix, TaskShape
 from rota.cluster.sim.report import (
+    JOB_COLUMNS,
     JOBS_SHOWN_MAX,
+    BaselineFigures,
     Drawn,
     JobLine,
+    Summary,
+    TableRow,
+    TenantFigures,
     never_started,
     per_tenant,
     summary,
@@ -158,12 +163,50 @@ def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
     ]
 
 
-def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool = False) -> dict[str, Any]:
+class ClusterSize(TypedDict):
+    """Nodes and devices of a run, and nodes by tenant."""
+
+    nodes: int
+    gpus: int
+    vcs: dict[str, int]
+
+
+class SimDocument(TypedDict):
+    """JSON document of ``rota sim run``."""
+
+    profile: str
+    trace: str
+    scale: float
+    seed: int
+    cluster: ClusterSize
+    summary: Summary
+    vcs: dict[str, TenantFigures]
+    never_started: list[TableRow]
+    jobs: NotRequired[list[TableRow]]
+    plots: NotRequired[list[str]]
+
+
+class ProfileFigures(TypedDict):
+    """Figures of one profile of a comparison."""
+
+    summary: Summary
+    vs_baseline: BaselineFigures
+
+
+class CompareDocument(TypedDict):
+    """JSON document of ``rota sim compare``."""
+
+    baseline: str
+    profiles: dict[str, ProfileFigures]
+    plots: NotRequired[list[str]]
+
+
+def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool = False) -> SimDocument:
     """The JSON document of ``rota sim run``."""
     lines = lines_of(given, result)
     names = {tenant.path: tenant.vc for tenant in given.tenants}
     borrowed = {names[path]: seconds for path, seconds in result.borrowed_gpu_s.items() if path in names}
-    shown = {
+    shown: SimDocument = {
         "profile": profile,
         "trace": given.trace.name,
         "scale": given.scale,
@@ -178,7 +221,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         "never_started": never_started(lines)[:JOBS_SHOWN_MAX],
     }
     if all_jobs or len(lines) <= JOBS_SHOWN_MAX:
-        shown["jobs"] = [line.row() for line in lines]
+        shown["jobs"] = [line.row(JOB_COLUMNS) for line in lines]
     return shown
 
 
@@ -194,7 +237,7 @@ def run_sim(
     plots: Path | None = None,
     overheads: Overheads | None = None,
     clock: Clock | None = None,
-) -> dict[str, Any]:
+) -> SimDocument:
     """Play a trace under a profile and return the document of ``rota sim run --json``; ``plots`` takes drawings.
 
     Raises TraceError for a file that cannot be used and UnknownName for a profile that does not exist.
@@ -224,7 +267,7 @@ def compare(
     plots: Path | None = None,
     overheads: Overheads | None = None,
     clock: Clock | None = None,
-) -> dict[str, Any]:
+) -> CompareDocument:
     """Play a trace under several profiles; the first is the baseline of the ``rota sim compare --json`` document.
 
     Raises as ``run_sim`` does.
@@ -242,10 +285,10 @@ def compared(
     tolerance_s: float = 0.0,
     plots: Path | None = None,
     overheads: Overheads | None = None,
-) -> dict[str, Any]:
+) -> CompareDocument:
     """The same of a trace in memory."""
     lines: dict[str, list[JobLine]] = {}
-    shown: dict[str, Any] = {}
+    shown: dict[str, ProfileFigures] = {}
     drawn: dict[str, Drawn] = {}
     for profile in profiles:
         result = simulate(given, profile, clock, overheads)
@@ -256,8 +299,10 @@ def compared(
             "summary": document(given, profile, result)["summary"],
             "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
         }
-    found: dict[str, Any] = {"baseline": profiles[0], "profiles": shown}
-    return found if plots is None else {**found, "plots": write_plots(plots, drawn)}
+    found: CompareDocument = {"baseline": profiles[0], "profiles": shown}
+    if plots is not None:
+        found["plots"] = write_plots(plots, drawn)
+    return found
 
 
 # -- filled cluster --
@@ -269,9 +314,23 @@ NODE_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
 TASK_COLUMNS = ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")
 
 
-def fill(nodes: Path, pods: Path, policy: str, seed: int, clock: Clock) -> dict[str, Any]:
+class FillDocument(TypedDict):
+    """JSON document of ``rota sim fgd``: part of the devices given out at each asked part, in percent."""
+
+    policy: str
+    seed: int
+    nodes: int
+    gpus: int
+    arrived: int
+    dropped: int
+    allocation_percent: dict[str, float]
+    wall_s: float
+    tasks_per_s: float | None
+
+
+def fill(nodes: Path, pods: Path, policy: str, seed: int, clock: Clock) -> FillDocument:
     """Tasks arrive, shuffled, then drawn again and again, until 130 % of the devices were asked; what fits nowhere is
-    dropped. The document of ``rota sim fgd --json``: part of the devices given out at each asked part, in percent.
+    dropped.
 
     The files have the columns of Alibaba's cluster-trace-gpu-v2023. Source: Fragmentation Gradient Descent (ATC'23),
     section 6.2. Raises TraceError and UnknownName.
@@ -348,7 +407,26 @@ SHOWN_MAX = 100
 """Differences listed at most; all are counted."""
 
 
-def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsOf) -> dict[str, Any]:
+class Difference(TypedDict):
+    """A recorded decision that the profile does not make, and what it decides for that job."""
+
+    number: int
+    job: JobId | None
+    recorded: dict[str, Any]
+    here: list[dict[str, Any]]
+
+
+class ReplayDocument(TypedDict):
+    """JSON document of ``rota sim run --log``."""
+
+    profile: str
+    records: int
+    decisions: int
+    same: int
+    different: list[Difference]
+
+
+def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsOf) -> ReplayDocument:
     """What happened is taken from the log; each decision in it is compared with what the profile decides there.
 
     A service decides at one moment and appends one decision after the other, so those of one pass are looked up in the
@@ -356,7 +434,7 @@ def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsO
     """
     scheduler = Scheduler(profile, requests_of)
     open_ones: list[tuple[JobId, Event]] = []
-    seen, compared, different = 0, 0, list[dict[str, Any]]()
+    seen, compared, different = 0, 0, list[Difference]()
     for record in records:
         seen += 1
         if record.job is not None and _decided(record.event):
@@ -407,6 +485,6 @@ def _decision(event: Event) -> Event:
             return event
 
 
-def _difference(record: Record, here: list[tuple[JobId, Event]]) -> dict[str, Any]:
+def _difference(record: Record, here: list[tuple[JobId, Event]]) -> Difference:
     mine = [event_to_json(event) for job, event in here if job == record.job]
     return {"number": record.number, "job": record.job, "recorded": event_to_json(record.event), "here": mine}

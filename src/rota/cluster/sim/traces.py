@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rota.runtime.random import Chance
 from rota.spec.errors import BadInput
 
 ROWS_MAX = 5_000_000
+Number = TypeVar("Number", int, float)
 
 
 class TraceError(BadInput):
@@ -117,16 +118,10 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     """Read a tenant CSV: ``vc, nodes`` and optional columns. Raises TraceError."""
     tenants: list[Tenant] = []
     for place, row in rows_of(path, ("vc", "nodes")):
-        values: dict[str, Any] = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
-        for name in ("gpus_per_node", "cpu_milli", "mem_mib"):
-            if row.get(name):
-                values[name] = _number(place, row, name, int)
-        for name in ("guaranteed", "limit", "weight"):
-            if row.get(name):
-                values[name] = _number(place, row, name, float)
-        for name in ("gpu_type", "parent"):
-            if row.get(name):
-                values[name] = row[name]
+        values = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
+        values |= _numbers(place, row, ("gpus_per_node", "cpu_milli", "mem_mib"), int)
+        values |= _numbers(place, row, ("guaranteed", "limit", "weight"), float)
+        values |= {name: row[name] for name in ("gpu_type", "parent") if row.get(name)}
         if any(tenant.vc == row["vc"] for tenant in tenants):
             raise _wrong(place, row, "vc", f"{row['vc']!r} occurs twice; give its nodes in one row")
         tenants.append(Tenant(**values))
@@ -163,10 +158,13 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8", newline="")
 
 
-def _number(place: str, row: dict[str, str], name: str, kind: type, default: Any = None) -> Any:
+def _numbers(place: str, row: dict[str, str], names: Iterable[str], kind: type[int | float]) -> dict[str, Any]:
+    """Those of these optional columns that the row gives."""
+    return {name: _number(place, row, name, kind) for name in names if row.get(name)}
+
+
+def _number(place: str, row: dict[str, str], name: str, kind: type[Number]) -> Number:
     text = (row.get(name) or "").strip()
-    if not text and default is not None:
-        return default
     try:
         value = float(text)
     except ValueError:
@@ -182,20 +180,13 @@ def _number(place: str, row: dict[str, str], name: str, kind: type, default: Any
 
 def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
     gpus = _number(place, row, "gpus", int)
-    optional: dict[str, Any] = {}
-    for name in ("est_s", "deadline_s", "checkpoint_every_s"):
-        if row.get(name):
-            optional[name] = _number(place, row, name, float)
-    for name in ("milli_gpu", "cpu_milli", "mem_mib", "priority", "max_gpus"):
-        if row.get(name):
-            optional[name] = _number(place, row, name, int)
+    optional = _numbers(place, row, ("est_s", "deadline_s", "checkpoint_every_s"), float)
+    optional |= _numbers(place, row, ("milli_gpu", "cpu_milli", "mem_mib", "priority", "max_gpus"), int)
     if row.get("preemptible"):
         optional["preemptible"] = row["preemptible"].strip().lower() not in ("0", "false", "no")
     if row.get("gpu_type"):
         optional["gpu_type"] = tuple(row["gpu_type"].split("|"))
-    for name in ("user", "job_class"):
-        if row.get(name):
-            optional[name] = row[name]
+    optional |= {name: row[name] for name in ("user", "job_class") if row.get(name)}
     gang = _gang(place, row, gpus, per_node)
     return TraceJob(
         job_id=row["job_id"],

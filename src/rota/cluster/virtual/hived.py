@@ -86,13 +86,6 @@ class HivedCluster:
     def __post_init__(self) -> None:
         self.buddy = BuddyCells(self.cells)
 
-    def start_all_nodes(self, txn: Txn) -> None:
-        """Take the nodes in one by one, as a cluster does that comes up: all are bad until they report."""
-        leaves = self.cells.physical.leaf_cells
-        for healthy in (False, True):
-            for leaf in leaves:
-                self.buddy.set_health(txn, leaf, healthy)
-
     # -- finding a placement -----------------------------------------------------------------------------------------
 
     def check(self, ask: GangAsk) -> None:
@@ -313,13 +306,6 @@ class HivedCluster:
 
     def _set_state(self, txn: Txn, name: str, state: GangState) -> None:
         txn.put(self.gangs, name, replace(self.gangs[name], state=state))
-
-    def set_node_health(self, txn: Txn, node: int, healthy: bool) -> None:
-        """Every device of a node (row among the nodes) turns good or bad."""
-        physical = self.cells.physical
-        cell = physical.node_cells[node]
-        for leaf in physical.leaf_cells[int(physical.leaf0[cell]) : int(physical.leaf1[cell])]:
-            self.buddy.set_health(txn, leaf, healthy)
 
     # -- taking running gangs over -----------------------------------------------------------------------------------
 

@@ -443,7 +443,7 @@ def victims_places_given_too_early(patch: Patch) -> None:
     """What a job that is asked to leave still holds is given to the next one at once."""
 
     def change(self: Any, one: Any) -> Any:
-        return events.JobReleased(job=one.job) if isinstance(one, events.JobStopping) else one
+        return events.JobReleased(job=one.job) if isinstance(one, events.StopRequested) else one
 
     _with_events(patch, change)
 

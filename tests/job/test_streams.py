@@ -194,8 +194,8 @@ def test_a_put_that_waits_for_room_ends_when_it_can_no_longer_be(end: str) -> No
 
             await pump._guarded(bad)
         else:
-            pump.close_door()
-            pump.ledger.drop("a", DropReason.UNUSED)
+            pump.end_input()
+            pump.ledger.drop("a", DropReason.BAD_DATA)
         with pytest.raises(DataError if end == "failed" else BadInput):
             await waiting
         await asyncio.gather(*pump.cancel(), return_exceptions=True)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.makers import at
 
-from rota.job.core.ledger import DropReason, ItemState, Ledger, ranges, uids_of
+from rota.job.core.ledger import DropReason, ItemState, Ledger, LedgerCut, ranges, uids_of
 from rota.spec.ids import Epoch
 from rota.spec.job import Bound, StreamSpec
 
@@ -197,7 +197,7 @@ class Flow(RuleBasedStateMachine):
         self.spec = StreamSpec(name="s", cap=cap, stale=bound, full=full)
         self.size, self.version = size, 0
         self.book = Ledger(spec=self.spec)
-        self.cut: dict[str, Any] = {}
+        self.cut: LedgerCut | None = None
         self.seen_at_cut: Counter[int] = Counter()
         self.trained: Counter[Any] = Counter()
         self.handed: list[Any] = []

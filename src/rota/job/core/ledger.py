@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import StreamSpec
@@ -53,7 +53,25 @@ class DropReason(StrEnum):
     ABORTED = "aborted"
     BAD_DATA = "bad_data"
     OVERFLOW = "overflow"
-    UNUSED = "unused"
+
+
+Runs = list[int | str | list[int]]
+"""Uids in order, runs of following numbers as ``[first, last]``."""
+
+
+class LedgerCut(TypedDict):
+    """A ledger as JSON, part of the cursor of a commit."""
+
+    admitted: int
+    cursor: int
+    trained: int
+    dropped: dict[str, int]
+    again: int
+    age: int
+    pending: int
+    running: int
+    queued: int
+    open: Runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +304,7 @@ class Ledger:
             self.age_max = 0
         return tuple(item.uid for item in done)
 
-    def cut(self) -> dict[str, Any]:
+    def cut(self) -> LedgerCut:
         """The ledger as JSON as it will be once the commit that carries it is durable."""
         left = [item for item in self._open.values() if item.place is not ItemState.LEASED]
         return {
@@ -303,7 +321,7 @@ class Ledger:
         }
 
     @staticmethod
-    def restored(spec: StreamSpec, cut: Mapping[str, Any], *, every: int = 1, produced: bool = True) -> Ledger:
+    def restored(spec: StreamSpec, cut: LedgerCut | None, *, every: int = 1, produced: bool = True) -> Ledger:
         """The ledger of a cut: every open item waits to be produced again, in the order of its admission."""
         made = Ledger(spec=spec, every=every, produced=produced)
         if not cut:
@@ -375,21 +393,22 @@ class Ledger:
             self._move(item, ItemState.PENDING)
 
 
-def ranges(uids: Iterable[Uid]) -> list[Any]:
+def ranges(uids: Iterable[Uid]) -> Runs:
     """Uids in order with runs of following numbers as ``[first, last]``: a cut stays small."""
-    found: list[Any] = []
+    found: Runs = []
     for uid in uids:
-        if isinstance(uid, int) and found and isinstance(found[-1], list) and found[-1][1] == uid - 1:
-            found[-1][1] = uid
+        last = found[-1] if found else None
+        if isinstance(uid, int) and isinstance(last, list) and last[1] == uid - 1:
+            last[1] = uid
         else:
             found.append([uid, uid] if isinstance(uid, int) else uid)
     return found
 
 
-def uids_of(found: Iterable[Any]) -> Iterator[Uid]:
+def uids_of(found: Runs) -> Iterator[Uid]:
     """Inverse of ``ranges``."""
     for one in found:
         if isinstance(one, list):
-            yield from range(one[0], one[1] + 1)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType] - JSON
+            yield from range(one[0], one[1] + 1)
         else:
             yield one

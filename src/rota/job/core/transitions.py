@@ -112,13 +112,3 @@ def without_process(one: InstanceRecord, to: InstanceState, epoch: Epoch) -> Ins
     """``one`` in ``to`` under ``epoch``; the process that it had must be gone before the next one starts."""
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
     return moved(one, to, epoch=epoch, process=None, doomed=doomed, running=False)
-
-
-def allowed(before: JobState, after: JobState) -> bool:
-    """True when a job may go from one state to the other by one event."""
-    return before is after or after in JOB[before]
-
-
-def instance_allowed(before: InstanceState, after: InstanceState) -> bool:
-    """True when an instance may go from one state to the other by one event."""
-    return before is after or after in INSTANCE[before]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from rota.job.core.progress import WaitEdge
 from rota.job.rpc.peers import PeerTable
@@ -39,6 +39,17 @@ class Failure:
     reason: Reason
     text: str
     traceback: str = ""
+
+
+class Answer(TypedDict):
+    """What an instance answers to its master or its loop; the fields beside ``answer`` depend on it."""
+
+    answer: Literal["done", "failed", "stale"]
+    failure: NotRequired[Mapping[str, object]]
+    """A ``Failure`` as plain values."""
+    text: NotRequired[str]
+    bytes: NotRequired[int]
+    seconds: NotRequired[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,7 @@ class StreamHandle:
 
     def close(self) -> None:
         """Nothing more will be put in: ``batches`` ends behind the last item."""
-        self._flow.call_in_control(self._pump.close_door)
+        self._flow.call_in_control(self._pump.end_input)
 
     def must_commit(self, size: int) -> bool:
         """True when a further batch of ``size`` cannot come before a commit."""

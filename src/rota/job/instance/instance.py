@@ -22,6 +22,7 @@ from rota.job.health.heartbeat import (
     FENCE_EXIT_S,
     LEASE_S,
     SETTING_UP,
+    Answer,
     Failure,
     Heartbeat,
     HeartbeatAnswer,
@@ -53,8 +54,8 @@ SPANS_WRITE_MAX_S = 2.0
 """An instance that stops waits no longer than this for the disk to take its last spans."""
 TEXT_MAX, TRACE_MAX = 4000, 20_000
 """Characters of a failure that go into the log of the job."""
-DONE = {"answer": "done"}
-STALE = {"answer": "stale"}
+DONE: Answer = {"answer": "done"}
+STALE: Answer = {"answer": "stale"}
 
 
 class Instance:
@@ -114,8 +115,8 @@ class Instance:
         self._loop_epoch_max = Epoch(0)
         self._failure: Failure | None = None
         self._following: concurrent.futures.Future[None] | None = None
-        self._setup: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
-        self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
+        self._setup: tuple[Epoch, asyncio.Task[Answer]] | None = None
+        self._running: tuple[Epoch, asyncio.Task[Answer]] | None = None
         self._answered_s = clock.monotonic_s()
         self._imported = 0
         self._beat_now = asyncio.Event()
@@ -140,14 +141,14 @@ class Instance:
 
     # -- what the master asks -----------------------------------------------------------------------------------------
 
-    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int) -> dict[str, Any]:
+    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int) -> Answer:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
         setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
         return await self._control.run(self._assemble(setup))
 
     async def run(
         self, *, epoch: int, committed: int, table: Mapping[str, Any], cut: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> Answer:
         """Run a finite workload to its end: ``done``, ``failed`` or ``stale``; repeated, it waits for the same run.
 
         ``cut`` is what commit ``committed`` says of the streams.
@@ -171,7 +172,7 @@ class Instance:
         done = await self._control.run(execute_command(argv, timeout_s=timeout_s))
         return done | {name: secrets.redact(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
-    async def check(self) -> dict[str, Any]:
+    async def check(self) -> Answer:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
         try:
             await self._control.run(self._find_unfit())
@@ -189,16 +190,14 @@ class Instance:
         """Run one operation, sent as a ``Request``; its value or a ``Refusal``."""
         return await self._user.run(self._call(Request.of_call(head, args, kwargs)))
 
-    async def save(
-        self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...], folder: str = ""
-    ) -> dict[str, Any]:
+    async def save(self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...], folder: str = "") -> Answer:
         """Save the state of commit ``n``: ``done`` with bytes and seconds, ``failed`` or ``stale``.
 
         The state goes into shared memory and, if given, into the checkpoint ``folder``; ``edges`` are published.
         """
         return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges, folder))
 
-    async def keep(self, *, owner: str, n: int, folder: str, weights: bool = False) -> dict[str, Any]:
+    async def keep(self, *, owner: str, n: int, folder: str, weights: bool = False) -> Answer:
         """Write commit ``n`` of an instance, or version ``n`` of a weights edge, from memory into ``folder``.
 
         The owner may be another instance of this host, dead or alive: ``done``, or ``failed`` with a text.
@@ -227,7 +226,7 @@ class Instance:
 
     # -- in the control thread ----------------------------------------------------------------------------------------
 
-    async def _assemble(self, setup: Setup) -> dict[str, Any]:
+    async def _assemble(self, setup: Setup) -> Answer:
         if setup.epoch < self._epoch or (self._setup and setup.epoch < self._setup[0]):
             return STALE
         if self._setup is None or self._setup[0] != setup.epoch:
@@ -238,7 +237,7 @@ class Instance:
             self._setup = (setup.epoch, task)
         return await _answer_of(self._setup[1])
 
-    async def _form(self, setup: Setup, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
+    async def _form(self, setup: Setup, older: asyncio.Task[Answer] | None) -> Answer:
         try:
             await self._runner.dissolve()
         except StillRunning as error:
@@ -277,7 +276,7 @@ class Instance:
         if found:
             raise NodeUnfit(found)
 
-    async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
+    async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> Answer:
         if epoch != self._epoch or not self._ready:
             return STALE
         self._config.rpc.update(table)
@@ -286,7 +285,7 @@ class Instance:
             self._running = (epoch, task)
         return await _answer_of(self._running[1])
 
-    async def _run_to_end(self, epoch: Epoch, committed: int) -> dict[str, Any]:
+    async def _run_to_end(self, epoch: Epoch, committed: int) -> Answer:
         try:
             await self._runner.run(committed)
         except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - user code may raise anything
@@ -300,14 +299,12 @@ class Instance:
             async with asyncio.timeout(SPANS_WRITE_MAX_S):
                 await self._write_spans()
 
-    async def _save(
-        self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
-    ) -> dict[str, Any]:
+    async def _save(self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str) -> Answer:
         refusal = self._refusal(epoch, loop_epoch)
         if refusal or not isinstance(self._runner, ClassRunner):
             return {**STALE, "text": refusal or "no class"}
         try:
-            return {**DONE, **await self._runner.save(n, tuple(edges), folder)}
+            return await self._runner.save(n, tuple(edges), folder)
         except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
             self._note_failure(error, epoch)
             return {**self._failed(error, epoch), "text": str(error)}
@@ -328,7 +325,7 @@ class Instance:
 
     # -- failures and beats -------------------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException, epoch: Epoch) -> dict[str, Any]:
+    def _failed(self, error: BaseException, epoch: Epoch) -> Answer:
         failure = failure_of(error, epoch)
         return {"answer": "failed", "failure": codec.to_json_value(failure)}
 
@@ -447,7 +444,7 @@ def open_launcher(place: JobPlace) -> Launcher:
     return opened()
 
 
-async def _answer_of(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+async def _answer_of(task: asyncio.Task[Answer]) -> Answer:
     """The result of an owned task; ``stale`` when a newer epoch cancelled it. The waiter may go, the task stays."""
     try:
         return await asyncio.shield(task)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint
+from rota.job.health.heartbeat import Answer
 from rota.job.health.stacks import error_summary
 from rota.job.inspect import import_target
 from rota.job.instance.runners import InstanceConfig, ProcessGroup, Setup, StillRunning, make_context
@@ -371,7 +372,7 @@ class ClassRunner:
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
-    async def save(self, n: int, edges: tuple[str, ...], folder: str) -> dict[str, Any]:
+    async def save(self, n: int, edges: tuple[str, ...], folder: str) -> Answer:
         """Put the state of commit ``n`` into shared memory, and into ``folder`` if given; publish ``edges``."""
         formed = self._formed
         assert formed is not None, "form() comes before save()"
@@ -388,7 +389,7 @@ class ClassRunner:
         if folder and formed.first:
             with self._config.marks.quiet("checkpoint"):
                 await self._config.user.do(lambda: self._keep_weights(formed, n, Path(folder)))
-        return {"bytes": size, "seconds": round(self._config.clock.monotonic_s() - began_s, 6)}
+        return {"answer": "done", "bytes": size, "seconds": round(self._config.clock.monotonic_s() - began_s, 6)}
 
     def _published(self, formed: _Formed, n: int) -> Iterator[tuple[str, int]]:
         """(edge, commit that published) of the weights edges that leave here, as of commit ``n``."""

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rota.job.core.ledger import DropReason, Item, ItemState, Ledger, Order, Uid
+from rota.job.core.ledger import DropReason, Item, ItemState, Ledger, LedgerCut, Order, Uid
 from rota.job.core.paths import Path, Stop, paths_of
 from rota.job.health.heartbeat import ProgressMarks
 from rota.job.inspect import import_target
@@ -215,7 +215,7 @@ class Pump:
         self._take(uid, value)
         return uid
 
-    def close_door(self) -> None:
+    def end_input(self) -> None:
         """Nothing more is put in: the last batch may be short."""
         self.closed = True
         self.wake()
@@ -430,7 +430,7 @@ class Streams:
         holder: InstanceId,
         epoch: Epoch,
         version: int,
-        cut: Mapping[str, Any],
+        cut: Mapping[str, LedgerCut],
         say: Callable[[str], None],
         offload: Offload = asyncio.to_thread,
     ) -> None:
@@ -441,7 +441,7 @@ class Streams:
         for path in paths_of(spec):
             ledger = Ledger.restored(
                 path.ledger,
-                cut.get(path.ledger.name, {}),
+                cut.get(path.ledger.name),
                 every=path.every,
                 produced=bool(path.stops) or not path.put,
             )
@@ -483,7 +483,7 @@ class Streams:
                     for peer in self.rpc.table.of_role(stop.role.name):
                         pump.give_up(peer)
 
-    def cut(self) -> dict[str, Any]:
+    def cut(self) -> dict[str, LedgerCut]:
         """What the next commit says of every stream."""
         return {pump.ledger.spec.name: pump.ledger.cut() for pump in self.each()}
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rota.service import demo, demo_report
+from rota.service import demo
 from rota.service.config import load_settings
 from rota.service.demo import STROKES, Kill, Outcome, judge
 from rota.spec.errors import EngineUnavailable, TimedOut
@@ -92,7 +92,7 @@ def test_the_report_holds_the_curve_every_kill_and_every_reason_and_needs_no_oth
     output = tmp_path / "job"
     output.mkdir()
     (output / "curve.png").write_bytes(b"picture")
-    page = demo_report.write(tmp_path / "report", outcome(), output).read_text(encoding="utf-8")
+    page = demo.write_report(tmp_path / "report", outcome(), output).read_text(encoding="utf-8")
     assert base64.b64encode(b"picture").decode() in page
     assert all(stroke.victim in page for stroke in STROKES) and "<polyline" in page
     assert "&lt;88&gt; free" in page, "texts of the log are no markup"

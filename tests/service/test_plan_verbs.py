@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.service import proof
+from rota.service import plans
 from rota.service.cli.app import call
 
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
@@ -138,7 +138,7 @@ def test_a_table_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
 def test_validate_without_the_proof_folder_exits_with_2_and_names_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(proof, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(plans, "CHECKOUT", tmp_path)
     tables = str(DATA / "planner_time_tables.json")
     assert call(["plan", "validate", tables, "--table", "megatron_seqpar_table5", "--json"]) == 2
     document = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rota as package
-from rota.service import proof
+from rota.service import plans
 from rota.service.cli import app
 
 TRACE = "job_id,submit_s,duration_s,gpus,vc\na,0,100,8,x\nb,10,100,8,x\nc,20,50,8,y\n"
@@ -114,7 +114,7 @@ CASE = {"id": "one", "kind": "gang", "given": {"gpus": 4, "jobs": {"a": {"tasks"
 def test_cases_without_the_proof_folder_exit_with_2_and_name_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(plans, "CHECKOUT", tmp_path)
     status, out, _ = rota("sim", "cases", "cases.json", "--json")
     document = json.loads(out)
     assert (status, document["kind"], document["code"]) == (2, "Error", "MISSING_EXTRA")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rota.service.cli.output import Terminal
+from rota.service.cli.output import Table, Terminal
 
 
 @pytest.mark.slow
@@ -41,7 +41,8 @@ def test_a_line_that_nobody_reads_ends_the_process_in_order() -> None:
 def test_lines_of_a_table_off_a_terminal_have_no_blanks_at_their_end() -> None:
     out = io.StringIO()
     plain: dict[str, Any] = dict.fromkeys(("yaml", "wide", "quiet", "colour", "live", "json"), False)
-    Terminal(**plain, out=out).table(["NAME", "STATE"], [("a", "RUNNING"), ("longer", None)])
+    rows = [{"name": "a", "state": "RUNNING"}, {"name": "longer", "state": None}]
+    Table(columns={"NAME": "name", "STATE": "state"}).print(Terminal(**plain, out=out), rows)
     lines = out.getvalue().splitlines()
     assert lines[-1].split() == ["longer", "-"] and len(lines) >= 3
     assert [line for line in lines if line != line.rstrip()] == []

@@ -359,7 +359,7 @@ class JobApi:
 
     @request
     def apply_queues(
-        self, queues: list[dict[str, Any]] | str, *, filename: str = "queues.yaml", dry_run: bool = False
+        self, queues: Sequence[Mapping[str, object]] | str, *, filename: str = "queues.yaml", dry_run: bool = False
     ) -> ApiRequest[QueueDiff]:
         """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
         tree = {"source": queues, "filename": filename} if isinstance(queues, str) else {"queues": queues}

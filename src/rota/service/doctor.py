@@ -38,7 +38,7 @@ Mark = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One checked thing. ``remedy`` is empty when all is well; ``fixable``: ``doctor --fix`` mends it."""
+    """One checked thing. ``remedy`` is empty when all is well; ``fixable``: ``doctor --fix`` repairs it."""
 
     name: str
     mark: Mark
@@ -48,8 +48,8 @@ class Finding:
 
 
 def examine(settings: Settings, *, fix: bool = False) -> dict[str, Any]:
-    """``DoctorReport``: every check in order. ``fix`` mends what can be mended without harm, and checks again."""
-    fixed = _mend(settings) if fix else []
+    """``DoctorReport``: every check in order. ``fix`` repairs what is safe to repair, and checks again."""
+    fixed = _repair(settings) if fix else []
     items = [finding for check in CHECKS for finding in check(settings)]
     worst = next((mark for mark in ("fail", "warn") if any(one.mark == mark for one in items)), "ok")
     report = [asdict(one) for one in items]
@@ -219,7 +219,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 )
 
 
-def _mend(settings: Settings) -> list[str]:
+def _repair(settings: Settings) -> list[str]:
     """Narrow the modes of home and token; nothing else is safe to change unasked."""
     done: list[str] = []
     for path, mode in ((settings.root, 0o700), (Home.of(settings.root).token, 0o600)):

@@ -7,13 +7,15 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
     from rota.service.api import JobBody
     from rota.service.control.submission import Submission
     from rota.service.jobfile.problems import Problem
+    from rota.service.models.cluster import PlanReport
+    from rota.service.models.jobs import GraphDocument
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
     from rota.spec.resources import Node
@@ -26,7 +28,7 @@ class _NoLoop:
     scheduler: Scheduler
 
 
-def plan_job(body: JobBody, *, pretend: str = "") -> dict[str, Any]:
+def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     """The ``PlanReport`` of a submission on this machine alone, or on a pretend cluster ``RACKSxNODESxDEVICES``.
 
     Starts nothing but the child process that looks at the workloads. Raises what submitting would raise.
@@ -38,7 +40,7 @@ def plan_job(body: JobBody, *, pretend: str = "") -> dict[str, Any]:
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
-    return {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))}
+    return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 
 def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = None) -> None:
@@ -72,7 +74,7 @@ def _submission(body: JobBody) -> Submission:
     return Submission(**{**body, "sets": tuple(body.get("sets", ()))})
 
 
-def graph_of_file(path: Path) -> dict[str, Any]:
+def graph_of_file(path: Path) -> GraphDocument:
     """The ``Graph`` document of a job file; of workloads that cannot be imported it has the ``problem``."""
     from rota.service.api import read_file
     from rota.service.control.submission import Refused, inspect_workloads
@@ -83,8 +85,8 @@ def graph_of_file(path: Path) -> dict[str, Any]:
     folder = path.absolute().parent / (spec.workdir or "")
     completed = asyncio.run(inspect_workloads(spec, str(folder)))
     if isinstance(completed, Refused):
-        return {**graph_document(spec), "problem": completed.text}
-    return {**graph_document(completed)}
+        return cast("GraphDocument", {**graph_document(spec), "problem": completed.text})
+    return graph_document(completed)
 
 
 def _nodes(pretend: str) -> tuple[Node, ...]:
@@ -177,7 +179,7 @@ def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Any) -> di
 
 def sim_cases(file: Path, profile: str) -> dict[str, Any]:
     """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form, and as ``load_proof``."""
-    from rota.service.proof import load_proof
+    from rota.service.plans import load_proof
 
     return {**_head("SimCases"), **load_proof("cases", "readers of recorded cases").run_cases(file, profile)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import stat
@@ -9,13 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import rota
 from rota.runtime.clock import SystemClock
 from rota.runtime.process import output_of
-from rota.service.proof import load_proof
 from rota.spec import codec
-from rota.spec.errors import BadInput, RotaError, nearest
+from rota.spec.errors import BadInput, MissingExtra, RotaError, nearest
 from rota.spec.resources import counted
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
@@ -29,6 +31,8 @@ GPUS_TRIED_MAX = 65_536
 BATCHES_TRIED_MAX = 1_024
 CALIBRATE_S = 300.0
 FILE_BYTES_MAX = 16 * 2**20
+CHECKOUT = Path(rota.__file__).resolve().parents[2]
+"""Root of the checkout, where the package runs from one."""
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -234,3 +238,18 @@ def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str)
         pins=dict(known.get("pins", {})),
         allow=tuple(known.get("allow", ())),
     )
+
+
+def load_proof(name: str, what: str) -> ModuleType:
+    """The module ``tests.proof.NAME`` of a development checkout (decision 0037); ``what`` it holds is for the message.
+
+    Raises MissingExtra (exit status 2) in an installation without a checkout.
+    """
+    if not (CHECKOUT / "tests" / "proof" / "__init__.py").is_file():
+        raise MissingExtra(
+            f"{what} are not part of an installed package: {CHECKOUT} has no folder tests/proof",
+            hint="clone the repository, run make setup there, and run this command with its .venv/bin/rota",
+        )
+    if str(CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(CHECKOUT))
+    return importlib.import_module(f"tests.proof.{name}")

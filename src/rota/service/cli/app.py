@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rota.service.cli.output import Form, form_of, terminal_for
-from rota.service.jobfile.problems import cannot_use
 from rota.spec.errors import BadInput, RotaError, did_you_mean
 
 if TYPE_CHECKING:
@@ -235,6 +234,8 @@ def call(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as exc:
+        from rota.service.jobfile.problems import cannot_use
+
         terminal.error(cannot_use(exc))
         return BadInput.exit
     except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is one line, its traceback a file

@@ -70,7 +70,7 @@ def uninstall(shell: str, home: Path) -> Path:
 
 
 def without_block(text: str) -> str:
-    """The text without what stands between the marks."""
+    """The text without the lines between the marks."""
     head, begin, rest = text.partition(f"{BEGIN}\n")
     _, end, tail = rest.partition(f"{END}\n")
     return head + tail if begin and end else text

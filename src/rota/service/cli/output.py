@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from rota.service.jobfile.problems import Problem
 from rota.spec.errors import JobFileError, RotaError
 
 if TYPE_CHECKING:
@@ -41,18 +40,18 @@ class Terminal:
     out: IO[str] = sys.stdout
     err: IO[str] = sys.stderr
 
-    def show(self, document: Mapping[str, Any], table: Callable[[Terminal], None]) -> None:
+    def show(self, document: Mapping[str, object], table: Callable[[Terminal], None]) -> None:
         """The answer: the document as it is, or drawn by ``table``."""
         if self.json:
             self.line(self._text(_headed(document), indent=2))
         else:
             table(self)
 
-    def show_line(self, document: Mapping[str, Any], text: str) -> None:
+    def show_line(self, document: Mapping[str, object], text: str) -> None:
         """One of many answers, as they come."""
         self.line(("---\n" if self.yaml else "") + self._text(_headed(document)) if self.json else text)
 
-    def _text(self, document: Mapping[str, Any], indent: int | None = None) -> str:
+    def _text(self, document: Mapping[str, object], indent: int | None = None) -> str:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
         if not self.yaml:
             return text
@@ -61,7 +60,7 @@ class Terminal:
         return yaml_text(json.loads(text)).rstrip("\n")
 
     def line(self, text: str = "") -> None:
-        """A line of the answer. Ends the process in order when nobody reads any more."""
+        """A line of the answer. Ends the process in order when the reader of stdout is gone."""
         try:
             print(text, file=self.out, flush=True)
         except BrokenPipeError:
@@ -115,6 +114,8 @@ class Terminal:
         if self.json:
             self.line(self._text(error_document(exc), indent=2))
         if isinstance(exc, JobFileError) and exc.problems:
+            from rota.service.jobfile.problems import Problem  # noqa: PLC0415 - only for a mistake in a job file
+
             for problem in exc.problems:
                 self._tell(problem.render() if isinstance(problem, Problem) else str(problem))
         else:
@@ -201,7 +202,7 @@ def _end() -> NoReturn:
     sys.exit(0)
 
 
-def _headed(document: Mapping[str, Any]) -> dict[str, Any]:
+def _headed(document: Mapping[str, object]) -> dict[str, object]:
     """The document with ``api`` in front, for those that verbs make themselves."""
     return {"api": API, **document} if "api" not in document else dict(document)
 
@@ -210,8 +211,10 @@ def _is_number(cell: str) -> bool:
     return cell == "-" or cell.replace(".", "", 1).replace("/", "", 1).isdigit()
 
 
-def error_document(exc: RotaError) -> dict[str, Any]:
+def error_document(exc: RotaError) -> dict[str, object]:
     """What ``--json`` prints for a mistake."""
+    from rota.service.jobfile.problems import Problem  # noqa: PLC0415 - only for a mistake
+
     problems = exc.problems if isinstance(exc, JobFileError) else ()
     return {
         "api": API,

@@ -67,7 +67,7 @@ class Flags:
         terminal.show(document, lambda term: show(term, document))
         return 1 if failed(document) else 0
 
-    def settings(self, **more: Any) -> Settings:
+    def settings(self, **more: object) -> Settings:
         """The settings of this process, flags first. Raises BadInput for one that cannot be."""
         from rota.service.config import load_settings
 

@@ -72,7 +72,7 @@ def size(size_bytes: int | None) -> str:
     return format_size(size_bytes) if size_bytes else ""
 
 
-def labels(raw: Mapping[str, Any]) -> str:
+def labels(raw: Mapping[str, object]) -> str:
     """``k=v, k=v``."""
     return ", ".join(f"{key}={value}" for key, value in raw.items())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import sleep  # noqa: TID251 - the pause between two looks, in the user's process
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
@@ -31,7 +31,7 @@ def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
     return flags.answer(lambda client: client.explain(job), _explanation)
 
 
-def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
+def _explanation(term: Terminal, doc: Explanation) -> None:
     queue = doc["queue"]
     why = doc.get("why") or {}
     ahead = doc.get("ahead") or {}
@@ -71,7 +71,7 @@ def _limits(queue: Mapping[str, Any]) -> str:
     return "".join(f", {name} {text}" for name, text in told.items() if text)
 
 
-def estimate_text(estimate: Mapping[str, Any] | None) -> str:
+def estimate_text(estimate: EstimateDocument | DryRunEstimate | None) -> str:
     """When a waiting job may start, and what that rests on; empty without an estimate."""
     if not estimate:
         return ""
@@ -235,7 +235,7 @@ def graph(
     if format_ not in ("text", "dot", "json"):
         raise BadInput(f"--format {format_}: text, dot or json")
     terminal = flags.terminal()
-    document: Mapping[str, Any]
+    document: GraphDocument
     path = Path(job).expanduser()
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         from rota.service.offline import graph_of_file
@@ -250,7 +250,7 @@ def graph(
     if format_ == "json":
         terminal = Flags(json=True).terminal()
     terminal.show(document, lambda term: _graph(term, document))
-    if problem := document.get("problem"):
+    if problem := cast("dict[str, str]", document).get("problem"):
         terminal.note(f"incomplete: {problem}")
     return 0
 
@@ -292,7 +292,7 @@ ROLES = Table(
 )
 
 
-def dot_text(doc: Mapping[str, Any]) -> str:
+def dot_text(doc: GraphDocument) -> str:
     """Graphviz text: a box a role, an arrow an edge."""
     lines = [f'digraph "{doc["name"]}" {{', "  rankdir=LR; node [shape=box];"]
     lines += [f'  "{role["name"]}" [label="{role["name"]} x{role["replicas"]}"];' for role in doc["roles"]]
@@ -300,6 +300,11 @@ def dot_text(doc: Mapping[str, Any]) -> str:
     lines += [f'  "{edge["source"]}" -> "{edge["target"]}" [label="{edge["kind"]}"];' for edge in doc["edges"]]
     return "\n".join([*lines, "}"])
 
+
+if TYPE_CHECKING:
+    from rota.service.models.cluster import DryRunEstimate
+    from rota.service.models.jobs import GraphDocument
+    from rota.service.models.reasons import EstimateDocument, Explanation
 
 JOBS_MAX = 50
 CLEAR = "\x1b[H\x1b[2J"

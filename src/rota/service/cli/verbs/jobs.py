@@ -17,7 +17,8 @@ from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
 from rota.spec.resources import counted
 
 if TYPE_CHECKING:
-    from rota.service.models.jobs import JobDocument
+    from rota.service.models.jobs import JobDocument, StreamRow
+    from rota.service.models.reasons import Explanation
 
 SORTS = get_args(JobSort)
 JOBS_OF = Annotated[str, Parameter(help="Ids or unique prefixes.")]
@@ -147,7 +148,7 @@ def _spec_text(term: Terminal, document: Mapping[str, Any]) -> None:
     term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())
 
 
-def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
+def _job_page(term: Terminal, job: JobDocument) -> None:
     progress = job.get("progress") or {}
     term.pairs(
         [
@@ -180,7 +181,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
         term.line(str(error["traceback"]).rstrip())
 
 
-def state_text(doc: Mapping[str, Any]) -> str:
+def state_text(doc: JobDocument | Explanation) -> str:
     """The state of a Job or Explanation, since when, and what it does inside it."""
     return f"{doc['state']} for {age(doc['since'])}" + (f" ({doc['phase']})" if doc["phase"] else "")
 
@@ -223,7 +224,7 @@ STREAMS = Table(
 )
 
 
-def stream_table(term: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
+def stream_table(term: Terminal, rows: Sequence[StreamRow]) -> None:
     """What streams have seen up to the last commit; nothing for a job without."""
     if rows:
         term.line()

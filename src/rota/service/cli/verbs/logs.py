@@ -15,6 +15,7 @@ from rota.spec.states import JobState
 
 if TYPE_CHECKING:
     from rota.service.client import Client
+    from rota.service.models.jobs import EventRecord, LogLine
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _NOT_SHOWN = frozenset({"kind", "number", "job", "seq", "at", "api", "source", "uid", "idempotency_key"})
@@ -95,7 +96,7 @@ def _hint_failure(client: Client, terminal: Terminal, job: str) -> None:
         terminal.note(f"{document['id']} {document['state']}: {document.get('text') or ''}")
 
 
-def log_text(line: Mapping[str, Any], terminal: Terminal, *, prefix: bool = True) -> str:
+def log_text(line: LogLine, terminal: Terminal, *, prefix: bool = True) -> str:
     """``role/rank | text``, the prefix in a colour of its own."""
     if not prefix:
         return str(line["text"])
@@ -138,7 +139,7 @@ def events(
     return 0
 
 
-def event_text(event: Mapping[str, Any]) -> str:
+def event_text(event: EventRecord) -> str:
     """``12:00:01 InstanceReady role=actor rank=0`` on one line; specs and placements only with ``--json``."""
     shown: list[str] = []
     for name, value in event.items():

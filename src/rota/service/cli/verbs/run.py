@@ -24,6 +24,7 @@ from rota.spec.states import JobState
 if TYPE_CHECKING:
     from rota.service.api import JobText
     from rota.service.client import Client
+    from rota.service.models.jobs import JobDocument
     from rota.spec.job import JobSpec
 
 T = TypeVar("T")
@@ -265,7 +266,7 @@ class PlanReport(dict[str, Any]):
     """The document of a plan; of a job built in Python, on this machine alone."""
 
     @staticmethod
-    def of(job: Any, *, ignore_image: bool = False) -> PlanReport:
+    def of(job: object, *, ignore_image: bool = False) -> PlanReport:
         """What ``job`` would become. Raises what submitting would raise."""
         from rota.service.api import source_of
         from rota.service.offline import plan_job
@@ -341,7 +342,7 @@ def _to_the_end(client: Client, terminal: Terminal, job: str, *, follow: bool, t
     return 0 if document["state"] == JobState.SUCCEEDED else 1
 
 
-def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) -> None:
+def show_end(client: Client, terminal: Terminal, document: JobDocument) -> None:
     """How a job ended: the document, or a line on stderr with the first failing instance."""
     if terminal.json:
         terminal.show(document, lambda _: None)

@@ -136,7 +136,7 @@ def test_a_dispatch_rule_survives_its_text(rule: object) -> None:
 def test_a_rule_that_cannot_send_is_refused_where_sending_is_asked() -> None:
     with pytest.raises(ValueError, match="cannot send"):
         _ = OpSpec(name="f", send="Mean").send_rule
-    with pytest.raises(ValueError, match="no dispatch rule"):
+    with pytest.raises(ValueError, match="not a dispatch rule"):
         rule_from_text("Guess")
 
 

@@ -62,7 +62,7 @@ class InstanceSpec:
     instance: InstanceId
     epoch: Epoch
     target: str
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict[str, object])
     env: Mapping[str, str] = field(default_factory=dict)
     reservation: str
     bundle: int
@@ -102,9 +102,9 @@ class Call:
     """
 
     method: str
-    head: tuple[Any, ...] = ()
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    head: tuple[object, ...] = ()
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
     timeout_s: float | None = None
     control: bool = False
 
@@ -185,7 +185,7 @@ class RemoteError(Exception):
         self.type_name = type_name
         self.trace = trace
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_remote, (str(self), self.type_name, self.trace))
 
 

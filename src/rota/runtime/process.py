@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 
@@ -584,12 +584,18 @@ CANNOT_RUN, NOT_FOUND = 126, 127
 _DRAIN_S = 1.0
 
 
-async def execute_command(argv: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
-    """Run ``argv`` without a shell and without input for at most ``timeout_s``; everything it started ends with it.
+class ExecResult(TypedDict):
+    """How a command ended. A signal is exit status 128 and its number; ``cut``: a stream had over OUTPUT_BYTES_MAX."""
 
-    ``{exit_status, stdout, stderr, cut, timed_out}``: a signal is 128 and its number, as in a shell; ``cut`` when more
-    than ``OUTPUT_BYTES_MAX`` of a stream came.
-    """
+    exit_status: int
+    stdout: str
+    stderr: str
+    cut: bool
+    timed_out: bool
+
+
+async def execute_command(argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+    """Run ``argv`` without a shell and without input for at most ``timeout_s``; everything it started ends with it."""
     pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     loop = asyncio.get_running_loop()
     try:
@@ -634,7 +640,7 @@ class _Capture(asyncio.SubprocessProtocol):
         self.closed.set()
 
 
-def _exec_result(status: int, out: bytes | bytearray, err: bytes | bytearray, timed_out: bool) -> dict[str, Any]:
+def _exec_result(status: int, out: bytes | bytearray, err: bytes | bytearray, timed_out: bool) -> ExecResult:
     stdout, stderr = (bytes(one[:OUTPUT_BYTES_MAX]).decode(errors="replace") for one in (out, err))
     cut = max(len(out), len(err)) > OUTPUT_BYTES_MAX
     return {"exit_status": status, "stdout": stdout, "stderr": stderr, "cut": cut, "timed_out": timed_out}

@@ -8,8 +8,11 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
+T = TypeVar("T")
+JsonObject = dict[str, Any]
+"""A JSON object with fields that its reader knows."""
 _AS_IS = frozenset({str, int, float, bool, type(None)})
 
 
@@ -19,7 +22,7 @@ def _field_names(kind: type) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
-def to_json_value(value: Any) -> Any:
+def to_json_value(value: object) -> Any:
     """``value`` as dicts, lists, strings, numbers, booleans and None. Fields equal to their default are kept."""
     if type(value) in _AS_IS:
         return value
@@ -28,31 +31,35 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        pairs = cast("Mapping[Any, Any]", value)
+        pairs = cast("Mapping[object, object]", value)
         return {str(key): to_json_value(item) for key, item in pairs.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(item) for item in cast("Sequence[Any]", value)]
+        return [to_json_value(item) for item in cast("Sequence[object]", value)]
     if isinstance(value, frozenset | set):
-        return sorted(to_json_value(item) for item in cast("frozenset[Any]", value))
+        return sorted(to_json_value(item) for item in cast("frozenset[object]", value))
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """Canonical text: sorted keys, no spaces, no NaN."""
     return json.dumps(to_json_value(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
-_PLAIN: tuple[Any, ...] = (str, int, float, bool, dict, list)
+_PLAIN: tuple[type, ...] = (str, int, float, bool, dict, list)
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, object]:
     return get_type_hints(cls)
 
 
-def from_json_value(cls: Any, raw: Any) -> Any:
+@overload
+def from_json_value(cls: type[T], raw: object) -> T: ...
+@overload
+def from_json_value(cls: object, raw: object) -> Any: ...
+def from_json_value(cls: object, raw: object) -> Any:
     """Build a value of type ``cls`` from what ``to_json_value`` gave.
 
     Unknown keys are ignored (an older reader of a newer log), missing ones take the default. Raises TypeError or
@@ -80,7 +87,7 @@ def from_json_value(cls: Any, raw: Any) -> Any:
     return _plain(cls, raw)
 
 
-def _plain(cls: Any, raw: Any) -> Any:
+def _plain(cls: Any, raw: object) -> object:
     if cls is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if cls in _PLAIN and isinstance(raw, cls) and isinstance(raw, bool) is (cls is bool):
@@ -88,11 +95,11 @@ def _plain(cls: Any, raw: Any) -> Any:
     raise TypeError(f"expected {getattr(cls, '__name__', cls)}, got {type(raw).__name__}")
 
 
-def _dataclass(cls: type, raw: Any) -> Any:
+def _dataclass(cls: type, raw: object) -> object:
     if not isinstance(raw, dict):
         raise TypeError(f"expected an object for {cls.__name__}, got {type(raw).__name__}")
-    hints, pairs = _hints(cls), cast("dict[str, Any]", raw)
-    given: dict[str, Any] = {}
+    hints, pairs = _hints(cls), cast("dict[str, object]", raw)
+    given: dict[str, object] = {}
     for field in dataclasses.fields(cls):
         if field.init and field.name in pairs:
             try:
@@ -106,14 +113,14 @@ def _dataclass(cls: type, raw: Any) -> Any:
     return cls(**given)
 
 
-def _collection(cls: Any, origin: Any, raw: Any) -> Any:
+def _collection(cls: object, origin: Any, raw: object) -> object:
     args = get_args(cls)
     if not isinstance(raw, Mapping if origin in (dict, Mapping) else list | tuple):
         raise TypeError(f"expected {cls}, got {type(raw).__name__}")
     if origin in (dict, Mapping):
-        pairs = cast("Mapping[str, Any]", raw)
+        pairs = cast("Mapping[str, object]", raw)
         return {from_json_key(args[0], key): from_json_value(args[1], item) for key, item in pairs.items()}
-    items = cast("Sequence[Any]", raw)
+    items = cast("Sequence[object]", raw)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return tuple(from_json_value(args[0], item) for item in items)
     if origin is tuple:
@@ -122,13 +129,13 @@ def _collection(cls: Any, origin: Any, raw: Any) -> Any:
     return frozenset(rest) if origin is frozenset else rest
 
 
-def from_json_key(cls: Any, key: str) -> Any:
+def from_json_key(cls: object, key: str) -> int | str:
     """A mapping key back from its text; integers and strings are the only kinds."""
     base = cls.__supertype__ if isinstance(cls, NewType) else cls
     return int(key) if base is int else key
 
 
-def _union(args: tuple[Any, ...], raw: Any) -> Any:
+def _union(args: tuple[object, ...], raw: object) -> object:
     if raw is None and type(None) in args:
         return None
     for arg in args:

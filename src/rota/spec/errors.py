@@ -55,17 +55,17 @@ class RotaError(Exception):
     http: ClassVar[int] = 500
     exit: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, hint: str = "", **fields: Any) -> None:
+    def __init__(self, message: str, *, hint: str = "", **fields: object) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.fields: dict[str, Any] = fields
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.fields))
 
 
-def _rebuild(cls: type[RotaError], message: Any, hint: str, fields: dict[str, Any]) -> RotaError:
+def _rebuild(cls: type[RotaError], message: Any, hint: str, fields: Mapping[str, object]) -> RotaError:
     return cls(message, hint=hint, **fields)
 
 
@@ -120,12 +120,12 @@ class LimitExceeded(BadInput):
 class JobFileError(BadInput):
     """Every problem of one job file, in file order; ``problems`` holds them."""
 
-    def __init__(self, problems: tuple[Any, ...], *, hint: str = "", **fields: Any) -> None:
+    def __init__(self, problems: tuple[Any, ...], *, hint: str = "", **fields: object) -> None:
         lines = "\n".join(str(problem) for problem in problems)
         super().__init__(lines, hint=hint, **fields)
         self.problems = problems
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (JobFileError, self.problems, self.hint, self.fields))
 
 

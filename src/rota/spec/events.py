@@ -10,9 +10,9 @@ Who appends: ``S`` the service with its scheduler, ``M`` the master of the job.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant, GangRequest, Placement
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
@@ -60,7 +60,7 @@ class JobWaits(JobEvent):
 
     reason: Reason
     text: str = ""
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    fields: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class JobAdmitted(JobEvent):
     attempt: int
     epoch: Epoch
     placement: Placement
-    why: dict[str, Any] = field(default_factory=dict[str, Any])
+    why: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class PreemptAsked(JobEvent):
 class JobChanged(JobEvent):
     """Fields that may change after submit did: ``changes`` maps a dotted path to its new value."""
 
-    changes: dict[str, Any]
+    changes: JsonObject
     by: str = "local"
 
 
@@ -326,8 +326,8 @@ class Committed(JobEvent):
     n: int
     loop_epoch: Epoch
     versions: dict[str, int] = field(default_factory=dict[str, int])
-    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
-    cursor: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: JsonObject = field(default_factory=JsonObject)
+    cursor: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +337,7 @@ class CheckpointSaved(JobEvent):
     n: int
     path: str
     seconds: float = 0.0
-    cursor: dict[str, Any] = field(default_factory=dict[str, Any])
+    cursor: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,7 +425,7 @@ class NodeMarked(ClusterEvent):
 class QueuesChanged(ClusterEvent):
     """The queue tree was replaced; ``queues`` is the whole new tree as JSON values of ``spec.queue.Queue``."""
 
-    queues: tuple[dict[str, Any], ...]
+    queues: tuple[JsonObject, ...]
     by: str = "local"
 
 
@@ -526,7 +526,7 @@ Event = JobEvent | ClusterEvent
 
 
 _ROOTS = (JobEvent, ClusterEvent, AccountEvent)
-KINDS: dict[str, type] = {
+KINDS: dict[str, type[JobEvent] | type[ClusterEvent]] = {
     name: cls
     for name, cls in globals().items()
     if isinstance(cls, type) and issubclass(cls, _ROOTS) and cls not in _ROOTS
@@ -534,12 +534,12 @@ KINDS: dict[str, type] = {
 """Every event by its kind."""
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
+def event_to_json(event: Event) -> JsonObject:
     """``{"kind": ..., ...}``, the form of the log, of the API and of notices."""
     return {"kind": type(event).__name__, **codec.to_json_value(event)}
 
 
-def event_from_json(raw: dict[str, Any]) -> Event:
+def event_from_json(raw: JsonObject) -> Event:
     """Inverse of ``event_to_json``; fields that are unknown here are ignored. Raises ValueError for an unknown kind."""
     cls = KINDS.get(kind := raw.get("kind", ""))
     if cls is None:

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.dispatch import OpSpec
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
@@ -312,12 +313,12 @@ class JobSpec:
         """The loop role, if the job has one."""
         return next((role for role in self.roles if role.is_loop), None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The canonical form as plain values."""
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> JobSpec:
+    def from_json(raw: JsonObject) -> JobSpec:
         """Inverse of ``to_json``. Raises TypeError or ValueError for another form."""
         return codec.from_json_value(JobSpec, raw)
 
@@ -327,7 +328,7 @@ class JobSpec:
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
 
 
-def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+def changed_spec(spec: JobSpec, changes: JsonObject) -> JobSpec:
     """The spec with dotted paths replaced (roles by name).
 
     Paths that do not exist, or values that do not fit, are left out: whoever appended the change has checked it, and a
@@ -336,7 +337,7 @@ def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
     raw = spec.to_json()
     for path, value in changes.items():
         *parents, last = path.split(".")
-        target: Any = raw
+        target: object = raw
         for part in parents:
             target = _child(target, part)
         if isinstance(target, dict) and last in target:
@@ -349,10 +350,10 @@ def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
         return spec
 
 
-def _child(value: Any, part: str) -> Any:
+def _child(value: object, part: str) -> object:
     if isinstance(value, list):
-        rows = cast("list[dict[str, Any]]", value)
+        rows = cast("list[JsonObject]", value)
         return next((row for row in rows if row.get("name") == part), None)
     if isinstance(value, dict):
-        return cast("dict[str, Any]", value).get("res" if part == "resources" else part)
+        return cast("JsonObject", value).get("res" if part == "resources" else part)
     return None

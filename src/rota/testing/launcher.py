@@ -64,14 +64,14 @@ class SimProcess:
     handle: Handle
     reservation: str
     bundle: int
-    body: Any = None
+    body: object = None
     alive: bool = True
     hung: bool = False
     tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict[asyncio.Task[Any], None])
     """In the order in which they began, which is that in which they are cancelled: a seed must give the same again."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[object, None, object]) -> asyncio.Task[Any]:
         """Run ``work`` inside the process: it ends with it."""
         task = asyncio.get_running_loop().create_task(work)
         self.tasks[task] = None
@@ -84,7 +84,7 @@ class SimProcess:
             task.exception()
 
 
-MakeBody = Callable[[InstanceSpec, SimProcess], Any]
+MakeBody = Callable[[InstanceSpec, SimProcess], object]
 
 
 class SimEngine:
@@ -297,7 +297,7 @@ class SimEngine:
         except TimeoutError:
             raise CallTimeout(f"{to.name}.{call.method}: no answer within {call.timeout_s} s") from None
 
-    async def _call(self, name: str, call: Call) -> Any:
+    async def _call(self, name: str, call: Call) -> object:
         await self._pause(self.faults.call_s)
         process = self.services.get(name) or self.processes.get(name)
         if process is None:
@@ -321,7 +321,7 @@ class SimEngine:
                 await process.gone.wait()
             raise ProcessGone(f"{process.handle.name} is gone")
 
-    def host(self, handle: Handle, body: Any) -> SimProcess:
+    def host(self, handle: Handle, body: object) -> SimProcess:
         """A service such as a master: it answers calls under its name, and takes the place of an older one."""
         process = SimProcess(handle=handle, reservation="", bundle=0, body=body)
         self.services[handle.name] = process
@@ -364,7 +364,7 @@ class SimEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _own(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _own(self, work: Coroutine[object, None, object]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -382,7 +382,7 @@ class SimEngine:
         return self.clock.sleep(self.rng.expovariate(1.0 / mean_s) if mean_s > 0 else 0.0)
 
 
-async def _method(body: Any, call: Call) -> Any:
+async def _method(body: object, call: Call) -> object:
     """Call a method, which may be a plain one; what it raises carries its traceback inside the process."""
     try:
         answer = getattr(body, call.method)(*call.head, *call.args, **call.kwargs)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from sqlalchemy import Connection, Engine, Row, create_engine, inspect, make_url, text
 from sqlalchemy import event as engine_event
@@ -156,7 +156,7 @@ def _make_engine(url: str, path: Path | None) -> Engine:
     return engine
 
 
-def _configure_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
+def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # the driver's own BEGIN would be a deferred one
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
@@ -219,6 +219,19 @@ _READ = {
     "job": text(f"{_COLUMNS} AND job = :job ORDER BY number LIMIT :limit"),
     "cluster": text(f"{_COLUMNS} AND job IS NULL ORDER BY number LIMIT :limit"),
 }
+
+
+class LogRow(TypedDict):
+    """One record as the table ``events`` has it; ``crc`` is over all the others."""
+
+    number: int
+    job: str | None
+    seq: int
+    at: float
+    scope: str
+    epoch: int
+    body: str
+    crc: int
 
 
 class SqlLog:
@@ -293,7 +306,7 @@ class SqlLog:
         self, *, after: int = 0, job: JobId | None = None, limit: int = 10_000, cluster: bool = False
     ) -> tuple[Record, ...]:
         which = "job" if job is not None else "cluster" if cluster else "all"
-        values: dict[str, Any] = {"after": after, "limit": limit}
+        values: dict[str, object] = {"after": after, "limit": limit}
         if job is not None:
             values["job"] = job
         with self._db.reading() as connection:
@@ -304,7 +317,7 @@ class SqlLog:
             _check_complete([record.seq for record in records], records[0].seq)
         return records
 
-    def rows(self, last: int) -> Iterator[dict[str, Any]]:
+    def rows(self, last: int) -> Iterator[LogRow]:
         """Every record up to ``last`` as it is stored, checked; for a back-up."""
         after = 0
         while after < last:
@@ -314,7 +327,7 @@ class SqlLog:
             for row in found:
                 if row.number <= last:
                     _record(row)
-                    yield dict(row._mapping)
+                    yield cast("LogRow", dict(row._mapping))
             after = found[-1].number
 
     def fences(self) -> dict[str, int]:
@@ -322,7 +335,7 @@ class SqlLog:
         with self._db.reading() as connection:
             return {row.scope: row.epoch for row in connection.execute(_FENCES)}
 
-    def load(self, rows: Iterable[dict[str, Any]], fences: Mapping[str, int]) -> int:
+    def load(self, rows: Iterable[LogRow], fences: Mapping[str, int]) -> int:
         """Fill an empty log with what ``rows`` and ``fences`` gave, all or nothing; the last number.
 
         Raises StoreCorrupt for rows that are damaged or have a gap.
@@ -368,7 +381,7 @@ def _crc(*values: object) -> int:
     return zlib.crc32("\x00".join(str(value) for value in values).encode())
 
 
-def _row(record: Record, body: str, writer: Writer) -> dict[str, Any]:
+def _row(record: Record, body: str, writer: Writer) -> LogRow:
     return {
         "number": record.number,
         "job": record.job,

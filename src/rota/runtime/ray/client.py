@@ -21,13 +21,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from rota.runtime import environ, process
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
-from rota.runtime.process import RunFolder, Spawn
+from rota.runtime.process import ExecResult, RunFolder, Spawn
 from rota.runtime.random import Chance, SystemChance
 from rota.runtime.ray.engine import SOCKET_PATH_MAX, EngineSettings
+from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
 
@@ -42,6 +43,67 @@ _CONNECT_S = 10.0
 _DEAF_S = 5.0
 
 _log = logging.getLogger("rota.runtime")
+
+
+class MasterDocument(TypedDict):
+    """A living master."""
+
+    name: str
+    pid: int
+    start_time: float
+
+
+class ProcessDocument(MasterDocument):
+    """A living instance or master."""
+
+    role: str
+    rank: int
+    epoch: int
+    node: str
+
+
+class FoundDocument(TypedDict):
+    """What of a job exists in the engine."""
+
+    master: ProcessDocument | None
+    instances: list[ProcessDocument]
+    reservations: list[JsonObject]
+
+
+class SweptDocument(TypedDict):
+    """Names of what was ended of a job."""
+
+    instances: list[str]
+    reservations: list[str]
+
+
+class MachinesDocument(TypedDict):
+    """``nodes``: machines of a given engine with what each has; ``alive``: the names of all that live."""
+
+    nodes: list[JsonObject]
+    alive: list[str]
+
+
+class PingDocument(TypedDict):
+    """The gateway's pid and the engine it is attached to."""
+
+    pid: int
+    engine: str
+
+
+class EngineDocument(TypedDict, total=False):
+    """State of the engine: ``off``, ``connecting``, ``running`` or ``recovering``; the rest as far as there is one."""
+
+    state: Required[str]
+    engine: Required[str]
+    address: str
+    text: str
+    hosts: list[str]
+    storage: str
+    volatile: bool
+    gcs_restarts: int
+    gcs_pid: int
+    raylet_pid: int
 
 
 class UnknownResult(EngineUnavailable):
@@ -68,7 +130,7 @@ class GatewayFiles:
         return f"/proc/self/fd/{self._folder}/{self.socket.name}"
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
+def encode(message: Mapping[str, object]) -> bytes:
     """One message for the wire. Raises ValueError when it is over 1 MiB."""
     body = json.dumps(message).encode()
     if len(body) > MESSAGE_BYTES_MAX:
@@ -76,7 +138,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def read_message(reader: asyncio.StreamReader) -> JsonObject:
     """The next message. Raises IncompleteReadError at the end of the stream, ValueError for anything else."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MESSAGE_BYTES_MAX:
@@ -158,19 +220,19 @@ class GatewayClient:
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
-    async def ping(self, *, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def ping(self, *, timeout_s: float = 5.0) -> PingDocument:
         """Proof of life: the gateway's pid and the engine it is attached to."""
         return await self._ask("ping", {}, timeout_s=timeout_s)
 
-    async def engine_status(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def engine_status(self, *, timeout_s: float = 10.0) -> EngineDocument:
         """State of the engine (``off``, ``running``, ``recovering``) with pids and storage; starts nothing."""
         return await self._ask("engine_status", {}, timeout_s=timeout_s)
 
-    async def start_engine(self, *, timeout_s: float = 90.0) -> dict[str, Any]:
+    async def start_engine(self, *, timeout_s: float = 90.0) -> EngineDocument:
         """Start the engine, or adopt the living one; returns its status."""
         return await self._ask("start_engine", {}, timeout_s=timeout_s)
 
-    async def nodes(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    async def nodes(self, *, timeout_s: float = 60.0) -> MachinesDocument:
         """``nodes``: the machines of a given engine with what each has; ``alive``: the names of all that live.
 
         No other installation on that engine uses them until ``let_go``.
@@ -185,12 +247,12 @@ class GatewayClient:
         self,
         job: JobId,
         target: str,
-        args: Mapping[str, Any],
+        args: Mapping[str, object],
         *,
         env: Mapping[str, str] | None = None,
         log_path: str = "",
         timeout_s: float = 120.0,
-    ) -> dict[str, Any]:
+    ) -> MasterDocument:
         """Start the master of a job unless it lives, and keep it alive until ``kill_master`` or ``sweep``.
 
         Starts the engine when there is none. Returns its ``name`` and ``pid``.
@@ -198,21 +260,21 @@ class GatewayClient:
         wanted = {"job": job, "target": target, "args": args, "env": dict(env or {}), "log_path": log_path}
         return await self._ask("ensure_master", wanted, timeout_s=timeout_s)
 
-    async def find(self, job: JobId, *, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def find(self, job: JobId, *, timeout_s: float = 30.0) -> FoundDocument:
         """``master`` (or null), ``instances`` and ``reservations`` of a job that exist in the engine."""
         return await self._ask("find", {"job": job}, timeout_s=timeout_s)
 
-    async def master_status(self, job: JobId, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    async def master_status(self, job: JobId, *, timeout_s: float = 2.0) -> JsonObject | None:
         """What the master of a job says of it and of the last beat of each instance; None while it does not answer."""
         return await self.request("master_status", {"job": job}, timeout_s=timeout_s)
 
-    async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> dict[str, Any] | None:
+    async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> JsonObject | None:
         """Who waits for whom in a job, as its master sees it now; None while it does not answer."""
         return await self.request("master_why", {"job": job}, timeout_s=timeout_s)
 
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
-    ) -> dict[str, Any] | None:
+    ) -> ExecResult | None:
         """Run a command beside an instance, once: the answer of ``execute_command``; None if that does not run."""
         args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
         return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
@@ -221,7 +283,7 @@ class GatewayClient:
         """End the master of a job for good; its instances stay."""
         await self._ask("kill_master", {"job": job}, timeout_s=timeout_s)
 
-    async def sweep(self, job: JobId, *, grace_s: float = 0.0, timeout_s: float = 60.0) -> dict[str, Any]:
+    async def sweep(self, job: JobId, *, grace_s: float = 0.0, timeout_s: float = 60.0) -> SweptDocument:
         """End the master, every instance and every reservation of a job that is over; returns what was ended."""
         return await self._ask("sweep", {"job": job, "grace_s": grace_s}, timeout_s=timeout_s)
 
@@ -235,7 +297,7 @@ class GatewayClient:
         async with asyncio.timeout(timeout_s):
             await self._parted.wait()
 
-    async def _ask(self, op: str, args: Mapping[str, Any], *, timeout_s: float) -> Any:
+    async def _ask(self, op: str, args: Mapping[str, object], *, timeout_s: float) -> Any:
         """Ask, and repeat under the same id when the gateway died meanwhile: every operation is idempotent."""
         identity, deadline = self._chance.fresh(), time.monotonic() + timeout_s
         while True:
@@ -247,7 +309,7 @@ class GatewayClient:
                     raise
 
     async def request(
-        self, op: str, args: Mapping[str, Any], *, timeout_s: float, request_id: str | None = None
+        self, op: str, args: Mapping[str, object], *, timeout_s: float, request_id: str | None = None
     ) -> Any:
         """Ask once. Repeating a ``request_id`` gets the first answer again.
 
@@ -266,7 +328,7 @@ class GatewayClient:
             raise EngineUnavailable(f"{IN_FLIGHT_MAX} requests are in flight", hint="try again later")
         return await self._exchange(identity, op, args, deadline - time.monotonic())
 
-    async def _exchange(self, identity: str, op: str, args: Mapping[str, Any], left_s: float) -> Any:
+    async def _exchange(self, identity: str, op: str, args: Mapping[str, object], left_s: float) -> Any:
         future = asyncio.get_running_loop().create_future()
         self._waiting[identity] = future
         assert self._writer is not None
@@ -393,7 +455,7 @@ class GatewayClient:
                 else:
                     future.set_result(message.get("result"))
 
-    def _see(self, message: Mapping[str, Any]) -> None:
+    def _see(self, message: Mapping[str, object]) -> None:
         gateway, engine = message.get("gateway"), message.get("engine")
         if gateway != self._seen[0] or (self._seen[1] and engine != self._seen[1]):
             self._generation += 1

@@ -26,7 +26,15 @@ from rota.runtime import environ, process
 from rota.runtime.environ import Home
 from rota.runtime.probe import HangWatch, end_hung
 from rota.runtime.process import SUPERVISOR, RunFolder, Spawn
-from rota.runtime.ray.client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message, settings_mark
+from rota.runtime.ray.client import (
+    IN_FLIGHT_MAX,
+    MESSAGE_BYTES_MAX,
+    EngineDocument,
+    GatewayFiles,
+    encode,
+    read_message,
+    settings_mark,
+)
 from rota.runtime.ray.engine import (
     EngineFiles,
     EngineSettings,
@@ -35,6 +43,7 @@ from rota.runtime.ray.engine import (
     start_engine,
     stop_engine,
 )
+from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable
 
 if TYPE_CHECKING:
@@ -57,8 +66,8 @@ class Gateway:
         self._looks = dict[process.ProcessId, HangWatch]()
         self._supervisor: HangWatch | None = None
         self._supervisor_gone = 0
-        self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
-        self._tasks = set[asyncio.Task[Any]]()
+        self._answers: OrderedDict[str, asyncio.Future[JsonObject]] = OrderedDict()
+        self._tasks = set[asyncio.Task[None]]()
         self._attaching: asyncio.Future[GatewayOps] | None = None
         self._failure = ""
         """Why the last attempt to attach failed."""
@@ -95,7 +104,7 @@ class Gateway:
                 task.add_done_callback(self._tasks.discard)
         writer.close()
 
-    async def _reply(self, message: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _reply(self, message: JsonObject, writer: asyncio.StreamWriter) -> None:
         identity = str(message.get("request_id", ""))
         reply = await asyncio.shield(self._answer_once(identity, message))
         try:
@@ -108,7 +117,7 @@ class Gateway:
         if message.get("op") == "stop_engine" and "error" not in reply:
             self._leaving.set()
 
-    def _answer_once(self, identity: str, message: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
+    def _answer_once(self, identity: str, message: JsonObject) -> asyncio.Future[JsonObject]:
         """The answer to this request id, the first one again when it is repeated."""
         known = self._answers.get(identity)
         if known is None:
@@ -120,7 +129,7 @@ class Gateway:
                 self._answers.popitem(last=False)
         return known
 
-    async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, message: JsonObject) -> JsonObject:
         try:
             limit_s = float(message.get("deadline_s", 60.0))
             async with asyncio.timeout(limit_s):
@@ -132,7 +141,7 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - the edge of a process: whatever Ray raises goes to the asker
             return _error("ENGINE_UNAVAILABLE", f"{message.get('op')}: {type(error).__name__}: {error}")
 
-    async def _perform(self, op: str, args: dict[str, Any]) -> Any:
+    async def _perform(self, op: str, args: JsonObject) -> Any:
         match op:
             case "ping":
                 return {"pid": os.getpid(), "engine": self._engine}
@@ -189,15 +198,15 @@ class Gateway:
             await self._ops.close()
         return await asyncio.to_thread(stop_engine, self._home)
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> EngineDocument:
         if given := self._settings.address:
-            found: dict[str, Any] = {"state": "off"}
+            found: EngineDocument = {"engine": self._engine, "address": given, "state": "off"}
             if self._ops is None and self._attaching is not None:
                 text = f"no Ray has answered at {given}{self._failure}; see 'ray status' there, and run/gateway.log"
-                found = {"state": "connecting", "text": text}
+                found.update({"state": "connecting", "text": text})
             elif self._ops is not None:
-                found = {"state": "running", "hosts": self._ops.machines.hosts, "text": self._ops.machines.text}
-            return {"engine": self._engine, "address": given, **found}
+                found.update({"state": "running", "hosts": self._ops.machines.hosts, "text": self._ops.machines.text})
+            return found
         head = find_engine(self._home)
         if head is None:
             return {"state": "off", "engine": ""}
@@ -257,11 +266,11 @@ class Gateway:
                 end_hung(which, self._run, "watcher of the engine", why)
                 process.wait_gone((which,), _ENGINE_CHECK_S)
 
-    def _stamped(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _stamped(self, message: JsonObject) -> JsonObject:
         return {**message, "gateway": os.getpid(), "engine": self._engine}
 
 
-_NOTHING: Mapping[str, Any] = {
+_NOTHING: Mapping[str, object] = {
     "find": {"master": None, "instances": [], "reservations": []},
     "master_status": None,
     "master_why": None,
@@ -280,11 +289,11 @@ def _set_environment(wanted: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-async def _busy() -> dict[str, Any]:
+async def _busy() -> JsonObject:
     return _error("ENGINE_UNAVAILABLE", f"{IN_FLIGHT_MAX} requests are in flight")
 
 
-def _error(code: str, text: str) -> dict[str, Any]:
+def _error(code: str, text: str) -> JsonObject:
     return {"error": {"code": code, "text": text[:4000]}}
 
 

@@ -51,7 +51,7 @@ class Boot:
     name: str
     namespace: str
     target: str
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     devices: tuple[int, ...] = ()
     cpus: float = 0.0
@@ -143,17 +143,17 @@ class Host:
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group="control")
-    async def control(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def control(self, head: list[Any], /, *args: object, **kwargs: object) -> object:
         """A control call on the target; ``head`` is the name of the method and its first arguments."""
         return await self._forward("control", head, args, kwargs)
 
     @ray.method(concurrency_group="user")
-    async def user(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def user(self, head: list[Any], /, *args: object, **kwargs: object) -> object:
         """A user call on the target; ``head`` is the name of the method and its first arguments."""
         return await self._forward("user", head, args, kwargs)
 
     @ray.method(concurrency_group="control")
-    async def end(self) -> Any:
+    async def end(self) -> object:
         """Let the target end politely (its ``stop()`` if it has one); the process itself is ended by the launcher."""
         answer = None
         if getattr(self._target, "stop", None) is not None:
@@ -161,7 +161,9 @@ class Host:
         flush()
         return answer
 
-    async def _forward(self, group: str, head: list[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def _forward(
+        self, group: str, head: list[Any], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         if self._failure is not None:
             return self._failure
         try:
@@ -273,7 +275,7 @@ def flush() -> None:
             stream.flush()
 
 
-def make_target(boot: Boot) -> Any:
+def make_target(boot: Boot) -> object:
     """Import ``module:Class`` and make it. Raises ImportError, AttributeError, or what the constructor raises."""
     module_name, _, class_name = boot.target.partition(":")
     target: Any = importlib.import_module(module_name)

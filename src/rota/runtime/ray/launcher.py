@@ -91,7 +91,7 @@ class MasterStart:
 
     job: JobId
     target: str
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
     env: Mapping[str, str]
     workdir: str = ""
     log_path: str = ""
@@ -197,7 +197,7 @@ class RayLauncher:
         begun = await self._begin(boot, options, timeout_s)
         return self._handle(boot.name, begun)
 
-    async def _begin(self, boot: Boot, options: Mapping[str, Any], timeout_s: float) -> Begun:
+    async def _begin(self, boot: Boot, options: Mapping[str, object], timeout_s: float) -> Begun:
         deadline = time.monotonic() + timeout_s
         actor = await self._blocking(lambda: self._create(boot, options))
         try:
@@ -215,7 +215,7 @@ class RayLauncher:
         self._actors[boot.name] = actor
         return begun
 
-    def _create(self, boot: Boot, options: Mapping[str, Any]) -> Any:
+    def _create(self, boot: Boot, options: Mapping[str, object]) -> Any:
         return _REMOTE_HOST.options(
             name=boot.name,
             namespace=self.namespace,
@@ -341,7 +341,7 @@ class RayLauncher:
             raise _rebuilt(answer)
         return answer
 
-    async def _call_master(self, name: str, call: Call) -> Any:
+    async def _call_master(self, name: str, call: Call) -> object:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         pause_s, pause_max_s = _MASTER_RETRY_S
         while True:
@@ -354,7 +354,7 @@ class RayLauncher:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, pause_max_s)
 
-    async def _send(self, name: str, call: Call, deadline: float | None = None) -> Any:
+    async def _send(self, name: str, call: Call, deadline: float | None = None) -> object:
         actor = self._actors.get(name) or await self._lookup(name)
         method = actor.control if call.control else actor.user
         timeout_s = call.timeout_s if deadline is None else max(0.0, deadline - time.monotonic())

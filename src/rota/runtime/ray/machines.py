@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import ray
 from ray.exceptions import RayError
@@ -20,8 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.runtime.clock import SystemClock
 from rota.runtime.node import local_node
+from rota.runtime.ray.client import MachinesDocument
 from rota.runtime.ray.engine import HOST_LABEL
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.resources import CORES_LABEL
 
 TABLE = "rota machines"
@@ -33,6 +35,17 @@ LOOK_S = 2.0
 """How long one look waits for machines that were not heard yet; the next look hears them."""
 
 
+class NodeRow(TypedDict):
+    """What Ray's table says of a node: one row of ``ray.nodes()``."""
+
+    NodeID: str
+    Alive: bool
+    Labels: dict[str, str]
+    Resources: dict[str, float]
+    NodeManagerAddress: str
+    NodeManagerPort: int
+
+
 class Machines:
     """What is known of them, kept from look to look.
 
@@ -40,17 +53,17 @@ class Machines:
     time. A machine is asked by one task at a time, and no more once it has answered.
     """
 
-    def __init__(self, ask: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(self, ask: Callable[[NodeRow], Awaitable[JsonObject]]) -> None:
         self._ask = ask
         self._names = dict[str, str]()
-        self._asking = dict[str, asyncio.Future[dict[str, Any]]]()
-        self._known = dict[str, dict[str, Any]]()
+        self._asking = dict[str, asyncio.Future[JsonObject]]()
+        self._known = dict[str, JsonObject]()
         self._silent = set[str]()
         self._doubled = set[str]()
         self._held = dict[str, tuple[str, str]]()
         """Of those that another installation holds: name, and which installation."""
 
-    async def look(self, rows: Iterable[Mapping[str, Any]], held: Mapping[str, str]) -> dict[str, Any]:
+    async def look(self, rows: Iterable[NodeRow], held: Mapping[str, str]) -> MachinesDocument:
         """``nodes``: what is known by now; ``alive``: the names of all that live, heard or not.
 
         ``held`` has the machines of other installations, by Ray's ids: to this one they are as if they were not there.
@@ -71,7 +84,7 @@ class Machines:
             self._hear(identity, self._asking.pop(identity).result())
         return {"nodes": list(self._known.values()), "alive": sorted(counts)}
 
-    def _hear(self, identity: str, said: dict[str, Any]) -> None:
+    def _hear(self, identity: str, said: JsonObject) -> None:
         if said:
             self._known[identity] = said
             self._silent.discard(identity)
@@ -114,7 +127,7 @@ class Machines:
         return "; ".join(said)
 
 
-async def ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
+async def ask_machine(row: NodeRow) -> JsonObject:
     """What a machine has: devices by its own account, cores by Ray's; empty without an answer in time."""
     host: str = row["Labels"][HOST_LABEL]
     here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
@@ -128,7 +141,7 @@ async def ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
+def _inventory_of(host: str, cpus: float) -> JsonObject:
     """What the machine has that this runs on, under the name it carries."""
     node = local_node(host)
     labels = tuple(pair for pair in node.labels if pair[0] != CORES_LABEL)  # Ray's number is not shared in time
@@ -137,8 +150,16 @@ def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
 
 def hosts() -> tuple[str, ...]:
     """Labels of the nodes that the engine has now, sorted."""
-    nodes: list[dict[str, Any]] = ray.nodes()
+    nodes: list[NodeRow] = ray.nodes()
     return tuple(sorted(node["Labels"].get(HOST_LABEL, "") for node in nodes if node["Alive"]))
+
+
+class Claim(TypedDict):
+    """Who uses a machine: the namespace of an installation, where that is, wall time of the last renewal."""
+
+    namespace: str
+    holder: str
+    at: float
 
 
 def claim(machines: Iterable[str], namespace: str, holder: str) -> dict[str, str]:
@@ -148,12 +169,12 @@ def claim(machines: Iterable[str], namespace: str, holder: str) -> dict[str, str
     have it; of two that find a void claim, the later one has it, and the other learns it when it renews its own.
     """
     now, held = SystemClock().wall_s(), dict[str, str]()
-    mine = json.dumps({"namespace": namespace, "holder": holder, "at": now})
+    mine = json.dumps(Claim(namespace=namespace, holder=holder, at=now))
     for machine in machines:
         known = _internal_kv_get(machine, namespace=TABLE)
         if known is None and not _internal_kv_put(machine, mine, overwrite=False, namespace=TABLE):
             continue
-        found = json.loads(known or _internal_kv_get(machine, namespace=TABLE) or mine)
+        found: Claim = json.loads(known or _internal_kv_get(machine, namespace=TABLE) or mine)
         own = found["namespace"] == namespace
         if not own and not _is_void(found, now):
             held[machine] = found["holder"]
@@ -170,7 +191,7 @@ def let_go(namespace: str) -> None:
             _internal_kv_del(machine, namespace=TABLE)
 
 
-def _is_void(found: dict[str, Any], now: float) -> bool:
+def _is_void(found: Claim, now: float) -> bool:
     if now - found["at"] < STALE_S:
         return False
     rows: list[Any] = ray.util.list_named_actors(all_namespaces=True)

@@ -24,10 +24,13 @@ from rota.runtime.clock import blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
+from rota.runtime.process import ExecResult
 from rota.runtime.ray import machines
+from rota.runtime.ray.client import FoundDocument, MachinesDocument, MasterDocument, ProcessDocument, SweptDocument
 from rota.runtime.ray.engine import HOST_LABEL, EngineState
 from rota.runtime.ray.launcher import MasterStart, RayLauncher
-from rota.runtime.ray.machines import Machines, ask_machine
+from rota.runtime.ray.machines import Machines, NodeRow, ask_machine
+from rota.spec.codec import JsonObject
 from rota.spec.ids import JobId
 
 _BACKOFF_S = (0.2, 5.0)
@@ -69,7 +72,7 @@ class GatewayOps:
         """One start of a master at a time; a lock is gone with the last who uses it."""
         self.machines = Machines(ask_machine)
 
-    async def nodes(self, holder: str) -> dict[str, Any]:
+    async def nodes(self, holder: str) -> MachinesDocument:
         """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live.
 
         They are those of this installation from now on, but for those that another one has.
@@ -88,8 +91,8 @@ class GatewayOps:
         self._warm = asyncio.get_running_loop().create_task(keep_warm(state, count))
 
     async def ensure_master(
-        self, job: str, target: str, args: Mapping[str, Any], env: Mapping[str, str], log_path: str
-    ) -> dict[str, Any]:
+        self, job: str, target: str, args: Mapping[str, object], env: Mapping[str, str], log_path: str
+    ) -> MasterDocument:
         """Start the master or find it alive; from now on start it again whenever it is dead for good."""
         wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
         lock = self._locks.setdefault(wanted.job, asyncio.Lock())
@@ -152,7 +155,7 @@ class GatewayOps:
             return True
         return True
 
-    async def find(self, job: str) -> dict[str, Any]:
+    async def find(self, job: str) -> FoundDocument:
         """Master, instances and reservations of a job."""
         found = await self._launcher.find(JobId(job))
         master = await self._launcher.find_one(master_name(JobId(job)))
@@ -162,15 +165,15 @@ class GatewayOps:
             "reservations": [asdict(reservation) for reservation in found.reservations],
         }
 
-    async def master_status(self, job: str) -> dict[str, Any] | None:
+    async def master_status(self, job: str) -> JsonObject | None:
         """What the master says of its job and of the last beat of each instance; None while it does not answer."""
         return await self._ask_master(job, "status", _STATUS_S)
 
-    async def master_why(self, job: str) -> dict[str, Any] | None:
+    async def master_why(self, job: str) -> JsonObject | None:
         """Who waits for whom in the job, with the stacks of the culprits; None while the master does not answer."""
         return await self._ask_master(job, "why", _WHY_S)
 
-    async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> dict[str, Any] | None:
+    async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> ExecResult | None:
         """Run a command beside an instance; None when that does not run, or no more."""
         names = [name for name in await self._launcher.list_names() if name.startswith(f"{job}/{role}/{rank}/")]
         found = [handle_of(name, pid=0, start_time=0.0, node="") for name in names]
@@ -183,7 +186,7 @@ class GatewayOps:
         except ProcessGone:
             return None
 
-    async def _ask_master(self, job: str, method: str, timeout_s: float) -> dict[str, Any] | None:
+    async def _ask_master(self, job: str, method: str, timeout_s: float) -> JsonObject | None:
         try:
             return await self._launcher.call(_master(job), Call(method=method, timeout_s=timeout_s, control=True))
         except (ProcessGone, CallTimeout, RemoteError):
@@ -194,7 +197,7 @@ class GatewayOps:
         await self._let_go(JobId(job))
         await self._launcher.stop(_master(job), grace_s=0.0)
 
-    async def sweep(self, job: str, grace_s: float = 0.0) -> dict[str, Any]:
+    async def sweep(self, job: str, grace_s: float = 0.0) -> SweptDocument:
         """End everything of a job: the master first, so that it starts nothing meanwhile."""
         await self.kill_master(job)
         found = await self._launcher.find(JobId(job))
@@ -255,7 +258,7 @@ def _master(job: str) -> Handle:
     return handle_of(master_name(JobId(job)), pid=0, start_time=0.0, node="")
 
 
-def _plain(handle: Handle) -> dict[str, Any]:
+def _plain(handle: Handle) -> ProcessDocument:
     return {
         "name": handle.name,
         "role": handle.instance.role,
@@ -297,7 +300,7 @@ async def warm_up(state: EngineState, count: int) -> bool:
 
 def _prestart(state: EngineState, count: int) -> None:
     """Ask the raylet of this node for processes; it answers before they are there."""
-    nodes: list[dict[str, Any]] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
+    nodes: list[NodeRow] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
     if not nodes:
         return  # not known as alive yet, or no more: asked again
     node = nodes[0]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rota.runtime import environ
 from rota.runtime.environ import Home
-from rota.runtime.process import RunFolder
+from rota.runtime.process import ExecResult, RunFolder
 from rota.runtime.ray.client import RECORD, GatewayClient
 from rota.runtime.ray.engine import EngineSettings, find_engine
 from rota.runtime.redis.server import find_running
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
-    ) -> dict[str, Any] | None:
+    ) -> ExecResult | None:
         """Run a command beside an instance to its end: what ``execute_command`` gives; None when that does not run."""
         ...
 
@@ -98,7 +98,7 @@ class NoEngine:
 
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
-    ) -> dict[str, Any] | None:
+    ) -> ExecResult | None:
         return None
 
     async def status(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class GatewayEngine:
 
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
-    ) -> dict[str, Any] | None:
+    ) -> ExecResult | None:
         with _unavailable_of(job):
             return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
 

@@ -56,9 +56,15 @@ def _hints(cls: type) -> dict[str, object]:
 
 
 @overload
-def from_json_value(cls: type[T], raw: object) -> T: ...
+def from_json_value(cls: type[T], raw: object) -> T:
+    """A value of a class."""
+
+
 @overload
-def from_json_value(cls: object, raw: object) -> Any: ...
+def from_json_value(cls: object, raw: object) -> Any:
+    """A value of any other annotation, such as a union or ``tuple[int, ...]``."""
+
+
 def from_json_value(cls: object, raw: object) -> Any:
     """Build a value of type ``cls`` from what ``to_json_value`` gave.
 

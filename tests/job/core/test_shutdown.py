@@ -380,6 +380,19 @@ def test_memory_that_has_lost_the_state_though_the_host_is_the_same_costs_no_bud
     assert [one.platform for one in driven.ctx.charges] == [True]
 
 
+def test_a_way_back_that_was_not_begun_when_the_attempt_ended_is_no_longer_wanted(driven):
+    at_once = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=0.0)
+    driven.run(rl())
+    commit(driven, 1)
+    driven.feed(at_once)
+    driven.settle()
+    driven.feed(admitted(driven.ctx.spec, attempt=2, epoch=5, hosts=("h9",)), at_once)
+    driven.settle()
+    assert (driven.ctx.state, rollbacks(driven)) == (JobState.QUEUED, [])
+    admit_on(driven, "h0")
+    assert (driven.ctx.committed, rollbacks(driven)) == (1, []), "the memory of the first host has it"
+
+
 def test_only_the_memory_that_was_looked_into_has_lost_the_state(driven):
     driven.run(rl())
     commit(driven, 1)

@@ -304,6 +304,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         retries=ctx.retries + (1 if event.counts else 0),
         free_requeues=ctx.free_requeues + (1 if free else 0),
         used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,
+        rollback_to=None,
         instances={
             one.id: replace(
                 first(ctx.spec.role(one.id.role), one.id), epoch=one.epoch, restarts=one.restarts, error=one.error

@@ -46,9 +46,10 @@ def _adapter(document: type) -> TypeAdapter[Any]:
 
 async def check(answer: httpx.Response) -> None:
     """An event hook of a client. Raises AssertionError naming each field that the route does not declare so."""
-    if answer.headers.get("content-type") == "application/problem+json":
+    has_body = answer.request.method != "HEAD"
+    if has_body and answer.headers.get("content-type") == "application/problem+json":
         _adapter(ProblemDocument).validate_json(await answer.aread(), strict=True)
-    if answer.is_success and answer.headers.get("content-type") == "application/json":
+    if has_body and answer.is_success and answer.headers.get("content-type") == "application/json":
         request = answer.request
         route = route_of(request.method, re.sub("^http://[^/]+", "", str(request.url)).partition("?")[0])
         if route is not None and route.response_model is not None:

@@ -1,4 +1,4 @@
-"""What the tensor plane costs, beside its peers and its physical limits, interleaved in one run on one machine.
+"""What the tensor store costs, beside its peers and its physical limits, interleaved in one run on one machine.
 
 ``python benchmarks/tensors.py [get put memory restore recover reclaim start all] [--rounds N] [--no-ray]`` prints one
 JSON document: for each measure the median over the rounds in microseconds (or milliseconds), and the ratios with the

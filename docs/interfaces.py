@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from rota.service.cli.app import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.cli.verbs.flags import Flags
 from rota.service.config import Settings
-from rota.service.jobfile.fields import Kind, Part, Several, part_in
+from rota.service.jobfile.validation import Kind, Part, Several, part_in
 from rota.service.jobfile.models import JobPart, json_schema
 from rota.service.jobfile.scripts import SBATCH, SHORT
 from rota.service.metrics import Metrics

@@ -1,1 +1,1 @@
-"""Tests of Rota; the folders mirror the package."""
+"""Tests: unit tests mirror the package; ``real``, ``world``, ``machines``, ``proof``, ``logs``, ``mutants`` span it."""

@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many fault cases of the tensor plane passed, by the groups of docs/explanation/tensor-faults.md."""
+    """How many fault cases of the tensor store passed, by the groups of docs/explanation/tensor-faults.md."""
     passed = terminalreporter.getreports("passed")
     groups = Counter(value for report in passed for key, value in report.user_properties if key == "fault group")
     if groups:

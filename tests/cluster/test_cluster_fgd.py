@@ -11,7 +11,7 @@ from cluster_makers import ask, node, slot, state
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
 from rota.cluster.policies import get_profile
-from rota.cluster.policies.fgd import Board, Gradient, Mix, TaskShape, fragments
+from rota.cluster.policies.fgd import FreeNodeTable, Gradient, Mix, TaskShape, fragments
 from rota.cluster.sim.runs import fill
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId
@@ -31,7 +31,7 @@ def test_the_fragmentation_of_three_nodes_is_what_follows_by_hand() -> None:
 
 
 def test_kept_answers_are_those_of_a_fresh_start() -> None:
-    board = Board([16000] * 4, [64] * 4, [4] * 4, [0] * 4)
+    board = FreeNodeTable([16000] * 4, [64] * 4, [4] * 4, [0] * 4)
     mix = Mix([HALF] * 3 + [TWO] * 2 + [CPU_ONLY])
     kept = Gradient(board, mix)
     for at, kind in enumerate([HALF, TWO, HALF, CPU_ONLY, TWO, HALF] * 2):

@@ -16,7 +16,7 @@ from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChang
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Allocations, JobAsk, JobRow
-from rota.cluster.core.preemption import Rooms
+from rota.cluster.core.preemption import RoomBound
 from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
 from rota.cluster.core.state import TENANT_LABEL, State, Txn
 from rota.cluster.policies import PROFILES, get_profile
@@ -449,7 +449,7 @@ def test_the_room_that_jobs_give_back_is_counted_as_placing_finds_it(seed: int) 
             with s.txn() as txn:
                 s.lift(txn, order[:some])
                 fits.append(Fit().place(s, txn, row) is not None)
-        too_few = Rooms(s, row.ask.shape).too_few(order)
+        too_few = RoomBound(s, row.ask.shape).too_few(order)
         first = fits.index(True) if True in fits else len(order)
         assert too_few <= first if shares or gpus < 1 else too_few == first
 

@@ -1,4 +1,4 @@
-"""Undo is exact, also nested."""
+"""Transactions of the scheduling state: undo is exact, also nested."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp
 
 
 def test_a_death_is_told_without_rays_guesses(engine) -> None:
-    from rota.runtime.ray.launcher import death_text
+    from rota.runtime.ray.deaths import death_text
 
     guess = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\nThe actor is dead because its "

@@ -89,7 +89,7 @@ def left_in_engine(site: Installation) -> dict[str, list[str]]:
 
 
 def left_in_plane(site: Installation) -> dict[str, Any]:
-    """Names, leases and segment bytes of the tensor plane, and what its check finds."""
+    """Names, leases and segment bytes of the tensor store, and what its check finds."""
     environment = {**os.environ, "ROTA_HOME": str(site.home.root)}
     words = [sys.executable, "-m", "rota", "tensors"]
     found = {

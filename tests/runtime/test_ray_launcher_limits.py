@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rota.runtime.launcher import CallTimeout, DeathsLost, Handle, ProcessDied, instance_name
-from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+from rota.runtime.launcher import CallTimeout, DeathsLost, ProcessDied, instance_name
+from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 
 pytestmark = pytest.mark.slow  # imports Ray
 JOB = JobId("a-1")
@@ -34,18 +34,19 @@ class Ref:
 
 
 def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.runtime.ray import launcher as ray_launcher
+    from rota.runtime.ray import deaths
+    from rota.runtime.ray.launcher import RayLauncher
 
-    monkeypatch.setattr(ray_launcher, "_DEATHS_MAX", 3)
+    monkeypatch.setattr(deaths, "_DEATHS_MAX", 3)
 
     async def main() -> None:
-        launcher = ray_launcher.RayLauncher("rota/test")
+        launcher = RayLauncher("rota/test")
         for n in range(3):
-            launcher._tell(JOB, death(n))
+            launcher._deaths.add(JOB, death(n))
         events = launcher.events(JOB)
         assert [await anext(events) for _ in range(3)] == [death(0), death(1), death(2)], "as many as fit are kept"
         for n in range(5):
-            launcher._tell(JOB, death(n))
+            launcher._deaths.add(JOB, death(n))
         with pytest.raises(DeathsLost, match="3 deaths of a-1"):
             await anext(events)
         assert await anext(launcher.events(JOB)) == death(4), "what comes after it is heard again"
@@ -54,14 +55,15 @@ def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_launcher_that_watches_nobody_keeps_nothing_of_those_it_finds() -> None:
+    from rota.runtime.ray.host import Begun
     from rota.runtime.ray.launcher import RayLauncher
 
     async def main() -> None:
         launcher = RayLauncher("rota/test", watches=False)
         who = InstanceId(RoleName("w"), 0)
         name = instance_name(JOB, who, Epoch(1))
-        launcher._watch(Handle(name=name, job=JOB, instance=who, epoch=Epoch(1), node=NodeId("n"), pid=1))
-        assert (launcher._watches, launcher._events) == ({}, {})
+        launcher._handle(name, Begun(pid=1, start_time=1.0, node="n"))
+        assert (launcher._deaths._watches, launcher._deaths._events) == ({}, {})
 
     asyncio.run(main())
 

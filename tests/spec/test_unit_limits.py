@@ -1,4 +1,4 @@
-"""What a unit test may not do."""
+"""Unit tests open no sockets: the ban of ``tests/conftest.py`` holds."""
 
 from __future__ import annotations
 

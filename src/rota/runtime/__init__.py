@@ -1,1 +1,1 @@
-"""The only package that touches the world: time, disk, processes, SQL, Redis, Ray; protocols have in-memory twins."""
+"""Access to the world for all packages: clock, processes, event log (SQL), Redis, Ray; with twins in memory."""

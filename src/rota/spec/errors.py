@@ -245,7 +245,7 @@ class BadLoss(CallError):
 
 
 class TensorError(RotaError):
-    """Root of the tensor plane's errors; the leaves are in ``rota.tensors.errors``."""
+    """Root of the tensor store's errors; the leaves are in ``rota.tensors.errors``."""
 
     code = "TENSOR_ERROR"
 

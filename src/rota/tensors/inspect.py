@@ -1,4 +1,4 @@
-"""Documents about a namespace: stats, fsck, gc, recover, and the rows of ``rota tensors ls``."""
+"""Inspection and repair of a namespace: stats, fsck, gc, recover, and the rows of ``rota tensors ls``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers train one model, and with which plan: the plan language, its cost model and its search."""
+"""Training of one model by several workers: loop, parallelism, synchronisation, checkpoints, data, and the planner."""
 
 from __future__ import annotations
 

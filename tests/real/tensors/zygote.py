@@ -1,6 +1,6 @@
 """Forks a fresh process for each piece of code it is told to run, so that a kill test costs milliseconds.
 
-It has numpy and the tensor plane (with ``--torch`` torch too) imported but never connects itself. Commands come as JSON
+It has numpy and the tensor store (with ``--torch`` torch too) imported but never connects itself. Commands come as JSON
 lines: ``{"run": code, "env": {...}, "out": path}`` answers ``{"pid": n}``; ``{"wait": pid}`` answers ``{"status": n}``
 (negative: signal).
 """

@@ -47,7 +47,7 @@ BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason
 """Reasons of jobs whose queue might start them, and that find no place."""
 
 
-class Turn(NamedTuple):
+class NextJob(NamedTuple):
     """A job that is to be tried: its place in the order, its line or queue, how far down, and the starts until then."""
 
     place: tuple[object, ...]
@@ -58,13 +58,13 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RememberedRefusal:
     """A "no" that was reached before: its numbers are found when a job gets it as its reason."""
 
     reason: Reason
 
 
-class Turns:
+class TryOrder:
     """The first job of every line of equal jobs, or of every queue, in the order of the policy; then who is behind it.
 
     ``starts`` counts starts and claims so far: ranks stay as they are until there is one more.
@@ -84,7 +84,7 @@ class Turns:
         ]
         heapify(self._heap)
 
-    def next(self) -> tuple[Turn, JobRow, LineKey] | None:
+    def next(self) -> tuple[NextJob, JobRow, LineKey] | None:
         """The turn that comes first, with its job and the line of that."""
         heap = self._heap
         while heap:
@@ -99,7 +99,7 @@ class Turns:
             return turn, row, line_key(row) if isinstance(turn.track, str) else turn.track
         return None
 
-    def after(self, turn: Turn, wait: Wait | Known | None) -> None:
+    def after(self, turn: NextJob, wait: Wait | RememberedRefusal | None) -> None:
         """Who of the line, or queue, is tried after this one: the next, unless what stops this one stops them all."""
         depth = turn.depth + 1
         if wait is None:
@@ -124,12 +124,12 @@ class Turns:
         """The waiting jobs of a queue, or of a line, first to last."""
         return self._state.asking.get(track, ()) if isinstance(track, str) else self._state.lines.get(track, ())
 
-    def _at(self, track: LineKey | str, depth: int) -> Turn:
+    def _at(self, track: LineKey | str, depth: int) -> NextJob:
         return self._turn(self._state.jobs[self._entries(track)[depth][-1]], track, depth)
 
-    def _turn(self, row: JobRow, track: LineKey | str, depth: int) -> Turn:
+    def _turn(self, row: JobRow, track: LineKey | str, depth: int) -> NextJob:
         place = place_in_order(self._state, self._profile, row, self._now)
-        return Turn(place, row.ask.id, track, depth, self._starts())
+        return NextJob(place, row.ask.id, track, depth, self._starts())
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[object, ...]:
@@ -239,7 +239,7 @@ class _Pass:
         self.aside: dict[int, int] = {}
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
-        self.verdicts: dict[LineKey, Wait | Known] = {}
+        self.verdicts: dict[LineKey, Wait | RememberedRefusal] = {}
         self.full: dict[LineKey, Reason] = {}
         self.wake: list[float] = []
         self.reservations = BackfillReservations(state, txn, profile.placer, now)
@@ -256,7 +256,7 @@ class _Pass:
             self.shared = self.sharing.has_pairs(self.state)
             self._separate(self.sharing.separate(self.state, self.now))
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
-        turns = Turns(self.state, self.profile, self.now, self.reservations, self._starts)
+        turns = TryOrder(self.state, self.profile, self.now, self.reservations, self._starts)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
         fresh = {line_key(self.state.jobs[job]) for job in self.state.fresh}
         while (one := turns.next()) is not None:
@@ -267,7 +267,7 @@ class _Pass:
                 wait = self._try(key, row)
             except Exception as error:
                 raise InvariantBroken(f"trying it failed with {error!r}", row.ask.id) from error
-            if isinstance(wait, Known) and key in fresh:
+            if isinstance(wait, RememberedRefusal) and key in fresh:
                 wait = self.verdicts[key] = self._because(row)  # the numbers at its turn, remembered or not
             if wait is not None:
                 self._give_reason(row, wait)
@@ -279,7 +279,7 @@ class _Pass:
             row = self.state.jobs[job]
             key = line_key(row)
             if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
-                if isinstance(wait, Known):
+                if isinstance(wait, RememberedRefusal):
                     wait = self.verdicts[key] = self._because(row)
                 self._give_reason(row, wait)
         if self.until is not None:
@@ -309,10 +309,10 @@ class _Pass:
         """Starts and claims so far: ranks stay as they are until there is one more."""
         return self.started + len(self.tentative.jobs)
 
-    def _give_reason(self, row: JobRow, wait: Wait | Known) -> None:
+    def _give_reason(self, row: JobRow, wait: Wait | RememberedRefusal) -> None:
         """Give a job its reason if it differs from the last one, with the numbers of now."""
         if not row.has_reason(wait.reason) and self.until in (None, row.ask.id):
-            wait = self._because(row) if isinstance(wait, Known) else wait
+            wait = self._because(row) if isinstance(wait, RememberedRefusal) else wait
             if not row.has_reason(wait.reason):
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
@@ -327,7 +327,7 @@ class _Pass:
     def _with_spares(self, wait: Wait, spares: list[int]) -> Wait:
         return with_spares(wait, [self.state.nodes[place].id for place in spares]) if spares else wait
 
-    def _try(self, key: LineKey, row: JobRow) -> Wait | Known | None:
+    def _try(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
@@ -338,7 +338,7 @@ class _Pass:
         if wait is None:
             local = self.profile.local and not row.ask.opportunistic
             known = self.state.memory.recall(self._beside_spares(), key, local=local)
-            wait = None if known is None else Known(known)
+            wait = None if known is None else RememberedRefusal(known)
             if wait is None:
                 self.tried += 1
                 wait = self._start(key, row)
@@ -361,12 +361,12 @@ class _Pass:
         """Under what a "no" is remembered: it may not hold any more once other nodes are kept back."""
         return f"{self.profile.name} beside {self.spares}"
 
-    def _holds_up(self, wait: Wait | Known) -> bool:
+    def _holds_up(self, wait: Wait | RememberedRefusal) -> bool:
         """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
         return self.profile.block == "queue" and not claimed and wait.reason not in PASSED_BY
 
-    def _start(self, key: LineKey, row: JobRow) -> Wait | Known | None:
+    def _start(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not."""
         if not self.spares and not row.ask.avoid:
             return self._start_anywhere(place_key(key), row)
@@ -396,7 +396,7 @@ class _Pass:
         for place in outer:
             self.txn.set(state.node_health, place, LOST)
 
-    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | Known | None:
+    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not; ``key`` is that of its place."""
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
@@ -428,7 +428,7 @@ class _Pass:
             self.reservations.owe(row)
         if wait is None and full is None:
             return self._learn_full(key, row)
-        return wait or (Known(full) if full else None)
+        return wait or (RememberedRefusal(full) if full else None)
 
     def _recall_full(self, key: LineKey) -> Reason | None:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
@@ -436,11 +436,11 @@ class _Pass:
             return None
         return self.full.get(key) or self.state.memory.recall(f"full {self._beside_spares()}", key, local=False)
 
-    def _learn_full(self, key: LineKey, row: JobRow) -> Wait | Known:
+    def _learn_full(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal:
         if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
             # None of these gets its reason, so that they do not fit is enough.
             self.full[key] = Reason.NO_FREE_DEVICES
-            return Known(Reason.NO_FREE_DEVICES)
+            return RememberedRefusal(Reason.NO_FREE_DEVICES)
         wait = waits_because(self.state, row.ask, self.profile.placer)
         if self.profile.block == "reserve":
             self.full[key] = wait.reason

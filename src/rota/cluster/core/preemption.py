@@ -96,7 +96,7 @@ def _least_prefix(
     state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
 ) -> tuple[int, Allocations] | None:
     """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
-    low = high = Rooms(state, row.ask.shape).too_few(order) + 1
+    low = high = RoomBound(state, row.ask.shape).too_few(order) + 1
     if high > len(order):
         return None
     while (held := _place_without(state, txn, row, placer, order[:high])) is None:
@@ -120,7 +120,7 @@ def _cheapest(
     known: list[JobId],
 ) -> list[JobId]:
     """Sets by rising cost until one fits; ``known`` fits and bounds the search."""
-    limit, rooms = sum(cost[job] for job in known), Rooms(state, row.ask.shape)
+    limit, rooms = sum(cost[job] for job in known), RoomBound(state, row.ask.shape)
     heap: list[tuple[float, int, tuple[int, ...]]] = [(cost[order[0]], 1, (0,))]
     for _ in range(SETS_MAX):
         if not heap:
@@ -262,7 +262,7 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
     """
     ends = state.ends
-    low, high = Rooms(state, row.ask.shape).too_few(job for _, job in ends) + 1, len(ends)
+    low, high = RoomBound(state, row.ask.shape).too_few(job for _, job in ends) + 1, len(ends)
     middle = low
     best: tuple[float, Allocations] | None = None
     while low <= high:
@@ -314,7 +314,7 @@ class BackfillReservations:
         return [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
 
 
-class Rooms:
+class RoomBound:
     """How far the room that jobs give back falls short of a request; exact for equal slots of whole devices."""
 
     def __init__(self, state: State, shape: Shape) -> None:
@@ -329,7 +329,7 @@ class Rooms:
     def too_few(self, jobs: Iterable[JobId]) -> int:
         """How many of these, the first ones, may let go and there is still not enough room: a lower bound."""
         state, missing, count = self._state, self._missing, -1
-        nodes: dict[int, _Room] = {}
+        nodes: dict[int, _NodeRoom] = {}
         for count, job in enumerate(jobs):
             for one in state.whole(job):
                 for held in state.jobs[one].held:
@@ -338,16 +338,16 @@ class Rooms:
                 return count
         return count + 1
 
-    def _more(self, nodes: dict[int, _Room], held: Allocation) -> int:
+    def _more(self, nodes: dict[int, _NodeRoom], held: Allocation) -> int:
         if self._slot is None:
             return len(held.devices) * 1000
         room = nodes.get(held.node)
         if room is None:
-            room = nodes[held.node] = _Room(self._state, self._slot, held.node)
+            room = nodes[held.node] = _NodeRoom(self._state, self._slot, held.node)
         return room.more(self._state, held)
 
 
-class _Room:
+class _NodeRoom:
     """How many slots fit on a node while those who hold something there end one after the other."""
 
     def __init__(self, state: State, slot: Slot, node: int) -> None:

@@ -200,7 +200,7 @@ DATA_MAX = 8
 """Data sets remembered of a node, the last used first."""
 
 
-class Book(Protocol):
+class PolicyBook(Protocol):
     """What a policy keeps beside the state, in step with who holds what."""
 
     def hold(self, txn: Txn, state: State, row: JobRow) -> None:
@@ -268,7 +268,7 @@ class State:
         self.parts: dict[JobId, dict[JobId, None]] = {}
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
-        self.books: list[Book] = []
+        self.books: list[PolicyBook] = []
         self.memory = VerdictCache()
         self.version = 0
         self.marks = 0

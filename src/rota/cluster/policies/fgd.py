@@ -84,7 +84,7 @@ def fragments(cpu: Ints, left: Ints, mix: Mix, allowed: NDArray[np.bool_]) -> Fl
     return np.round(expected, 6)
 
 
-class Board:
+class FreeNodeTable:
     """Free cores and memory of nodes, and what is left of their devices in thousandths; absent devices have none.
 
     ``cpu``, ``mem``, ``type`` [N]; ``left`` [N, G]. ``log`` lists the nodes that changed, in order.
@@ -125,7 +125,7 @@ class Gradient:
     Answers are kept by kind; only nodes that changed since are computed again.
     """
 
-    def __init__(self, board: Board, mix: Mix) -> None:
+    def __init__(self, board: FreeNodeTable, mix: Mix) -> None:
         self.board, self.mix = board, mix
         self.allowed = mix.allowed(board.type)
         self.now = fragments(board.cpu, board.left, mix, self.allowed)
@@ -176,24 +176,24 @@ class Gradient:
 
 Draw = Callable[[int], int]
 """A random number below the given one."""
-Scores = Callable[[Board, TaskShape, Ints], Floats]
+Scores = Callable[[FreeNodeTable, TaskShape, Ints], Floats]
 """How good each of these nodes is for a task; the highest is taken."""
 
 
-def _best_fit_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
+def _best_fit_score(board: FreeNodeTable, kind: TaskShape, nodes: Ints) -> Floats:
     """Best fit: the least that is left of cores and devices, each as part of the largest node."""
     cpu = (board.cpu[nodes] - kind.cpu) / board.capacity[0]
     gpu = (board.left[nodes].sum(axis=1) - kind.devices * kind.share) / board.capacity[1]
     return -(cpu + gpu)
 
 
-def _aligned_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
+def _aligned_score(board: FreeNodeTable, kind: TaskShape, nodes: Ints) -> Floats:
     """The smallest product of what is free and what is asked."""
     cpu = board.cpu[nodes] * (kind.cpu / board.capacity[0] ** 2)
     return -(cpu + board.left[nodes].sum(axis=1) * (kind.devices * kind.share / board.capacity[1] ** 2))
 
 
-def _packed_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
+def _packed_score(board: FreeNodeTable, kind: TaskShape, nodes: Ints) -> Floats:
     """Devices in use first, then idle ones of nodes in use, then idle nodes; the fullest of equal ones."""
     left = board.left[nodes]
     shared = ((left >= kind.share) & (left < WHOLE)).any(axis=1) & (0 < kind.share < WHOLE)
@@ -201,13 +201,13 @@ def _packed_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
     return np.where(shared, 20.0, np.where(begun, 10.0, 0.0)) - left.sum(axis=1) / board.capacity[1]
 
 
-def _clustered_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
+def _clustered_score(board: FreeNodeTable, kind: TaskShape, nodes: Ints) -> Floats:
     """Nodes that run tasks asking as much of devices first; the fullest of equal ones."""
     alike = np.array([(kind.devices, kind.share) in board.kinds_on[node] for node in nodes], dtype=np.float64)
     return 10 * alike - board.left[nodes].sum(axis=1) / board.capacity[1]
 
 
-def _equal_score(board: Board, kind: TaskShape, nodes: Ints) -> Floats:
+def _equal_score(board: FreeNodeTable, kind: TaskShape, nodes: Ints) -> Floats:
     return np.zeros(len(nodes))
 
 
@@ -224,7 +224,7 @@ POLICIES = (*SCORES, "fgd")
 class Chooser:
     """Picks a node and its devices for one task after the other under a policy by name."""
 
-    def __init__(self, policy: str, board: Board, mix: Mix, draw: Draw) -> None:
+    def __init__(self, policy: str, board: FreeNodeTable, mix: Mix, draw: Draw) -> None:
         self.policy, self.board, self.draw = policy, board, draw
         self.gradient = Gradient(board, mix) if policy == "fgd" else None
 

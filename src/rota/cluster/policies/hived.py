@@ -1,4 +1,4 @@
-"""Virtual clusters on buddy cells, safe sharing."""
+"""HiveD policy: gangs on the cells of virtual clusters, with idle cells lent to jobs that may be stopped."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import TENANT_LABEL, InvariantBroken, State
 from rota.cluster.live import RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
-from rota.cluster.policies.fgd import POLICIES, WHOLE, Board, Chooser, Mix, TaskShape
+from rota.cluster.policies.fgd import POLICIES, WHOLE, Chooser, FreeNodeTable, Mix, TaskShape
 from rota.cluster.sim.report import (
     JOB_COLUMNS,
     JOBS_SHOWN_MAX,
@@ -380,7 +380,7 @@ def _whole(place: str, row: dict[str, str], name: str) -> int:
         raise TraceError(f"{place}: {name}: {row[name]!r} is not a number") from None
 
 
-def _board(path: Path, models: dict[str, int]) -> Board:
+def _board(path: Path, models: dict[str, int]) -> FreeNodeTable:
     rows = list(rows_of(path, NODE_COLUMNS))
     if not rows:
         raise TraceError(f"{path}: no nodes; the file needs at least one row below its header")
@@ -390,7 +390,7 @@ def _board(path: Path, models: dict[str, int]) -> Board:
             raise TraceError(f"{place}: sn: node {row['sn']!r} is there twice; first at {seen[row['sn']]}")
         seen[row["sn"]] = place
     cpu, mem, gpus = ([_whole(place, row, name) for place, row in rows] for name in ("cpu_milli", "memory_mib", "gpu"))
-    return Board(cpu, mem, gpus, [models.setdefault(row["model"], len(models)) for _, row in rows])
+    return FreeNodeTable(cpu, mem, gpus, [models.setdefault(row["model"], len(models)) for _, row in rows])
 
 
 def _task(place: str, row: dict[str, str], models: dict[str, int]) -> tuple[TaskShape, int]:

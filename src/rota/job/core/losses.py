@@ -1,4 +1,4 @@
-"""Events that end or bound an attempt: losses, stalls, timers, a new master, stops, requeues, restore points."""
+"""Events that end or bound an attempt, as folds: lost and hung instances, timers, a new master, stops, requeues."""
 
 from __future__ import annotations
 

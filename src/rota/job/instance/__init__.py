@@ -1,1 +1,1 @@
-"""An instance of a role: its process, its runner, its streams, weights and process group."""
+"""An instance of a role: its process, runners of each kind of workload, operations, streams, handles."""

@@ -1,1 +1,1 @@
-"""The master of a job and what it uses: executor, diagnosis, snapshots, rendezvous."""
+"""The master of a job: its loop over the event log, the executor of commands, the diagnosis of hangs."""

@@ -1,4 +1,4 @@
-"""DiagnosisManager: what the master reads from beats and from silence: who waits for whom, who is stuck, and why."""
+"""Diagnosis of hangs from heartbeats and their absence: who waits for whom, which instance is given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event log: append, read, fences, kept contexts; the interface and its rules.
+"""Event log: its interface, and the rules of fences and sequence numbers that every store enforces by it.
 
 One log serves the whole installation. Records have a total order (``number``) and, for events of a job, an order inside
 that job (``seq``, from 1). A writer names its scope and epoch: the write happens only if no higher epoch was ever taken

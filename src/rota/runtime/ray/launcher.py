@@ -1,4 +1,4 @@
-"""Gangs as placement groups, instances as detached named Ray actors; used inside a Ray worker or driver.
+"""Launcher on Ray: gangs as placement groups, instances as detached named actors, calls to them, and their deaths.
 
 An actor has the name of its instance or master, in the namespace ``rota/<install>``.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,13 +35,10 @@ from rota.runtime import environ, process
 from rota.runtime.launcher import (
     Call,
     CallTimeout,
-    DeathsLost,
     Found,
     Handle,
     InstanceSpec,
-    NodeDied,
     NotPicklable,
-    ProcessDied,
     ProcessGone,
     Reservation,
     ReserveFailed,
@@ -51,7 +47,8 @@ from rota.runtime.launcher import (
     master_name,
     reservation_of,
 )
-from rota.runtime.process import ExitWatch, ProcessId
+from rota.runtime.process import ProcessId
+from rota.runtime.ray.deaths import DeathWatch, cause_of_death, names_dead_node
 from rota.runtime.ray.engine import HOST_LABEL
 from rota.runtime.ray.host import CONTROL_CALLS_MAX, NAMESPACE_VARIABLE, USER_CALLS_MAX, Begun, Boot, Host, Raised
 from rota.runtime.ray.machines import hosts
@@ -70,15 +67,7 @@ _FIND_S = 3.0
 _POLL_S = 0.05
 _UNPLACED_POLL_S = 1.0
 _BLOCKING_THREADS_MAX = 32
-_REAPED_S, _REAPED_MAX_S = 0.02, 1.0
-"""Usual and longest wait for the parent of a dead process, which alone learns how it ended."""
-_DEATHS_MAX = 4096
 _NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives each node
-# What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
-_UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
-_OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory")
-_OUT_OF_MEMORY_TEXT = "out of memory: the node ran low and Ray ended the process"
-_NODE_DIED = re.compile(r"node has died|node was terminated")
 
 
 _as_actor: Any = ray.remote
@@ -110,8 +99,7 @@ class RayLauncher:
         self._actors = dict[str, Any]()
         self._sockets = CallClient(fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
         self._groups = RayGroups(namespace)
-        self._watches = dict[str, asyncio.Task[None]]()
-        self._events = dict[JobId, asyncio.Queue[RuntimeEvent | DeathsLost]]()
+        self._deaths = DeathWatch(self.wait_end)
         self._threads = ThreadPoolExecutor(_BLOCKING_THREADS_MAX, thread_name_prefix="ray-launcher")
 
     @staticmethod
@@ -206,8 +194,8 @@ class RayLauncher:
             await self._kill(actor)
             raise CallTimeout(f"{boot.name} did not start within {timeout_s:g} s") from None
         except RayError as error:
-            text = f"{boot.name} ended while it started: {_death(error)}"
-            raise ProcessGone(text, node_died=bool(_NODE_DIED.search(text))) from error
+            text = f"{boot.name} ended while it started: {cause_of_death(error)}"
+            raise ProcessGone(text, node_died=names_dead_node(text)) from error
         if begun.failure is not None:
             await self._kill(actor)
             await self._wait_gone(ProcessId(pid=begun.pid, start_time=begun.start_time))
@@ -227,8 +215,8 @@ class RayLauncher:
 
     def _handle(self, name: str, begun: Begun) -> Handle:
         handle = handle_of(name, pid=begun.pid, start_time=begun.start_time, node=begun.node)
-        if name != master_name(handle.job):
-            self._watch(handle)
+        if self._watching and name != master_name(handle.job):
+            self._deaths.watch(handle)
         return handle
 
     async def find(self, job: JobId) -> Found:
@@ -364,7 +352,7 @@ class RayLauncher:
             raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
         except (ActorDiedError, OutOfMemoryError, ObjectLostError) as error:
             self._actors.pop(name, None)
-            raise ProcessGone(f"{name} is gone: {_death(error)}") from error
+            raise ProcessGone(f"{name} is gone: {cause_of_death(error)}") from error
         except RayTaskError as error:  # what the method itself raised comes as Raised
             raise NotPicklable(first_line(error.cause), answer=True) from None
         if isinstance(answer, Raised):
@@ -381,54 +369,9 @@ class RayLauncher:
 
     # -- deaths -------------------------------------------------------------------------------------------------------
 
-    async def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
+    def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
         """See Launcher."""
-        queue = self._queue(job)
-        while True:
-            event = await queue.get()
-            if isinstance(event, DeathsLost):
-                raise event
-            yield event
-
-    def _queue(self, job: JobId) -> asyncio.Queue[RuntimeEvent | DeathsLost]:
-        return self._events.setdefault(job, asyncio.Queue(_DEATHS_MAX))
-
-    def _tell(self, job: JobId, event: RuntimeEvent) -> None:
-        """Keep an event for the consumer, who must not believe that it heard of all deaths when it did not."""
-        queue = self._queue(job)
-        if not queue.full():
-            queue.put_nowait(event)
-            return
-        while not queue.empty():
-            queue.get_nowait()
-        queue.put_nowait(DeathsLost(f"{_DEATHS_MAX} deaths of {job} waited to be heard"))
-
-    def _watch(self, handle: Handle) -> None:
-        if self._watching and handle.name not in self._watches:
-            task = asyncio.get_running_loop().create_task(self._until_end(handle), name=f"watch/{handle.name}")
-            self._watches[handle.name] = task
-            task.add_done_callback(lambda _: self._watches.pop(handle.name, None))
-
-    async def _until_end(self, handle: Handle) -> None:
-        exits = ExitWatch(ProcessId(pid=handle.pid, start_time=handle.start_time))
-        try:
-            text = await self.wait_end(handle.name)
-            status = await self._blocking(lambda: _exit_status(exits))
-        finally:
-            exits.close()
-        if _NODE_DIED.search(text):
-            self._tell(handle.job, NodeDied(node=handle.node, text=text))
-        died = ProcessDied(
-            name=handle.name,
-            job=handle.job,
-            instance=handle.instance,
-            epoch=handle.epoch,
-            text=text,
-            exit_code=status if status is not None and status >= 0 else None,
-            signal=-status if status is not None and status < 0 else None,
-            out_of_memory=text == _OUT_OF_MEMORY_TEXT,
-        )
-        self._tell(handle.job, died)
+        return self._deaths.events(job)
 
     async def wait_end(self, name: str) -> str:
         """Wait until the process of that name is gone for good; returns how it ended.
@@ -446,14 +389,11 @@ class RayLauncher:
                 await asyncio.sleep(_POLL_S)
             except (RayActorError, OutOfMemoryError) as error:
                 self._actors.pop(name, None)
-                return _death(error)
+                return cause_of_death(error)
 
     async def close(self) -> None:
         """Stop watching; processes and reservations stay."""
-        watches = list(self._watches.values())
-        for task in watches:
-            task.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        await self._deaths.close()
         self._sockets.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -585,27 +525,3 @@ def _from_table(name: str, actor: Any) -> Handle | None:
     pid = int(row.get("Pid", 0)) if row and row.get("State") == "ALIVE" else 0
     start_time = process.start_time_of(pid) if pid else None
     return None if start_time is None else handle_of(name, pid=pid, start_time=start_time, node="")
-
-
-def _exit_status(exits: ExitWatch) -> int | None:
-    """How a process ended; its parent (Ray) reaps it milliseconds after the end, or when it gets a core."""
-    began_s = time.monotonic()
-    while (status := exits.status()) is None:
-        passed_s = time.monotonic() - began_s
-        if passed_s > _REAPED_S and (passed_s > _REAPED_MAX_S or not exits.unreaped):
-            break
-        time.sleep(0.002)
-    return status
-
-
-def _death(error: RayError) -> str:
-    return _OUT_OF_MEMORY_TEXT if isinstance(error, OutOfMemoryError) else death_text(str(error))
-
-
-def death_text(text: str) -> str:
-    """Ray's account of a death in one line; its standing guess at out-of-memory is left out."""
-    if _OUT_OF_MEMORY.search(text):
-        return _OUT_OF_MEMORY_TEXT
-    if _UNEXPECTED.search(text):
-        return "its process ended without a word"
-    return " ".join(text.split())[:1000]

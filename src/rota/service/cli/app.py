@@ -83,7 +83,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "tensors top": ("Tools", "rota.service.cli.verbs.tensors:top", "The names that take the most bytes."),
     "tensors gc": ("Tools", "rota.service.cli.verbs.tensors:gc", "Sweep what dead processes left."),
     "tensors fsck": ("Tools", "rota.service.cli.verbs.tensors:fsck", "Check registry and shared memory."),
-    "tensors doctor": ("Tools", "rota.service.cli.verbs.tensors:doctor", "Check the tensor plane, and say what to do."),
+    "tensors doctor": ("Tools", "rota.service.cli.verbs.tensors:doctor", "Check the tensor store, and say what to do."),
     "tensors recover": ("Tools", "rota.service.cli.verbs.tensors:recover", "Build the registry again."),
     "tensors door": ("Tools", "rota.service.cli.verbs.tensors:door", "Serve tensors to other languages."),
 }

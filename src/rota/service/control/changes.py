@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 from rota.cluster.core.quota import broken_rules
 from rota.cluster.live import Scheduler
 from rota.job.core.resize import is_world, world_of
-from rota.service.jobfile.fields import (
+from rota.service.jobfile.models import ResourcesPart
+from rota.service.jobfile.nodes import SequenceNode, read_tree
+from rota.service.jobfile.problems import ErrorCollector
+from rota.service.jobfile.validation import (
     Bool,
     Number,
     OneOf,
@@ -21,9 +24,6 @@ from rota.service.jobfile.fields import (
     read_part,
     required,
 )
-from rota.service.jobfile.models import ResourcesPart
-from rota.service.jobfile.nodes import SequenceNode, read_tree
-from rota.service.jobfile.problems import ErrorCollector
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec

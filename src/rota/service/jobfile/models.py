@@ -11,7 +11,8 @@ from pydantic import GetJsonSchemaHandler, model_serializer
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from rota.service.jobfile.fields import (
+from rota.service.jobfile.nodes import MappingNode, ScalarNode, yaml_text
+from rota.service.jobfile.validation import (
     SIZE,
     AxisSize,
     Bool,
@@ -30,7 +31,6 @@ from rota.service.jobfile.fields import (
     required,
     unexpected,
 )
-from rota.service.jobfile.nodes import MappingNode, ScalarNode, yaml_text
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.job import (

@@ -72,8 +72,8 @@ class _Reader:
     """
 
     def __init__(self, text: str | bytes, filename: str, sets: Sequence[str]) -> None:
-        from rota.service.jobfile.fields import read_again, read_part  # noqa: PLC0415 - who only decodes a file needs no pydantic
         from rota.service.jobfile.models import JobPart  # noqa: PLC0415
+        from rota.service.jobfile.validation import read_again, read_part  # noqa: PLC0415 - who only decodes a file needs no pydantic
 
         # 1 bytes to text, text to nodes with places
         text = decode(text, filename=filename) if isinstance(text, bytes) else text

@@ -1,1 +1,1 @@
-"""The service process: settings, start, loop, supervision."""
+"""The service process: start and stop, wiring, background tasks, supervision, backup."""

@@ -37,7 +37,7 @@ def tensor_top(count: int, *, namespace: str) -> dict[str, Any]:
 
 
 def tensor_doctor(*, namespace: str) -> dict[str, Any]:
-    """``TensorDoctor``: what is wrong with the plane on this machine, and what to do."""
+    """``TensorDoctor``: what is wrong with the tensor store on this machine, and what to do."""
     return _ask("TensorDoctor", namespace, lambda plane: plane.doctor(), **inspect.doctor(None))
 
 
@@ -81,7 +81,7 @@ def tensor_door(*, namespace: str) -> tuple[Bridge, dict[str, Any]]:
 
 
 def _ask(kind: str, namespace: str, ask: Callable[[Plane], Mapping[str, object]], **none: Any) -> dict[str, Any]:
-    """A document of the plane; ``none``, with a ``text`` where a list says too little, when no registry runs."""
+    """A document of the tensor store; ``none``, with a ``text`` where a list says too little, when no registry runs."""
     plane = _join(namespace)
     return {"api": API, "kind": kind, **(none if plane is None else ask(plane))}
 

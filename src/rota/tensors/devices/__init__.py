@@ -1,1 +1,1 @@
-"""Tensors on devices: their drivers, the keeper of a device's memory, its clients."""
+"""Tensors on devices: their drivers, and the client of a device's keeper (``rota.tensors.keeper``)."""

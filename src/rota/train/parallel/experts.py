@@ -1,4 +1,4 @@
-"""Experts over ranks; tokens to experts."""
+"""Expert parallelism: experts divided over ranks, and the exchange that sends tokens to their experts."""
 
 from __future__ import annotations
 

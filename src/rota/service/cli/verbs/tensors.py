@@ -108,7 +108,7 @@ LARGEST = Table(
 
 
 def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
-    """Check the tensor plane of this machine, and say what to do; exits with 1 when something fails.
+    """Check the tensor store of this machine, and say what to do; exits with 1 when something fails.
 
     Examples
     --------

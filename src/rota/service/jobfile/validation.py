@@ -1,4 +1,4 @@
-"""Fields of the job file: kinds of value, and the base of the models that are made of them.
+"""Fields of the job file: how each kind of value is read, checked and written, and unknown keys are reported.
 
 A kind is an annotation of a pydantic field. It reads a value that knows its place, writes it back, and knows its JSON
 Schema. A model names the class of ``rota.spec`` that it fills; the defaults are those of that class.

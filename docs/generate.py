@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rota.spec import errors, events, reasons, states
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "rota"
 TYPES = ROOT / "web" / "src" / "api" / "types.ts"
-PACKAGES = ("spec", "runtime", "tensors", "cluster", "job", "train", "service")
+PACKAGES = ("spec", "runtime", "testing", "tensors", "cluster", "job", "train", "service")
 
 
 def sentence(path: Path) -> str:
@@ -75,7 +76,7 @@ def page_of_states() -> str:
     for cls in (states.JobState, states.InstanceState, states.ReplicaState, states.Level):
         lines += [f"## {cls.__name__}", "", (cls.__doc__ or "").strip(), "", "| state | meaning |", "|---|---|"]
         texts = _member_texts(tree, cls.__name__)
-        lines += [f"| `{member}` | {texts.get(member.name, '')} |" for member in cls]
+        lines += [f"| `{member}` | {texts[member.name]} |" for member in cls]
         lines.append("")
     return "\n".join(lines)
 
@@ -83,7 +84,7 @@ def page_of_states() -> str:
 def _member_texts(tree: ast.Module, cls: str) -> dict[str, str]:
     found: dict[str, str] = {}
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls)
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in itertools.pairwise(body):
         if isinstance(before, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             target = before.targets[0]
             if isinstance(target, ast.Name):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rota import tensors as tensors
     from rota.job.builder import Fail as Fail
     from rota.job.builder import Group as Group
     from rota.job.builder import Job as Job
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rota.job.builder import spmd as spmd
     from rota.job.workload import Workload as Workload
     from rota.job.workload import op as op
+    from rota.service.client import Client as Client
     from rota.spec.dispatch import Concat as Concat
     from rota.spec.dispatch import Each as Each
     from rota.spec.dispatch import First as First
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rota.spec.dispatch import Stream as Stream
     from rota.spec.dispatch import Sum as Sum
     from rota.spec.job import Bound as Bound
+    from rota.train.plan.model import ParallelPlan as ParallelPlan
 
 __version__ = "0.1.0"
 
@@ -39,20 +41,13 @@ _HOMES: dict[str, str] = {
 _MODULES = ("tensors",)
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"rota.{name}")
     if name == "__all__":
         return __dir__()
     home = _HOMES.get(name)
-    if home is None or not _exists(home):
+    if home is None:
         raise AttributeError(f"module 'rota' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
@@ -60,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([name for name, home in _HOMES.items() if _exists(home)] + [*_MODULES, "__version__"])
+    return sorted([*_HOMES, *_MODULES, "__version__"])

@@ -192,7 +192,7 @@ def test_nobody_is_passed_over_for_ever_by_passes_that_try_only_a_few(name: str)
         explain(s, few, JobId("w0"), 3.0)  # who only asks does not set back what the passes have come to
         passes.append(step(s, Tick(), few, 3.0))
     assert [d.job for decisions in passes for d in decisions if isinstance(d, Admit)] == ["last"]
-    assert WakeAt(at=3.0, kind="not_before") in passes[0], "the first asks for the next at once"
+    assert WakeAt(at=3.0) in passes[0], "the first asks for the next at once"
 
 
 def test_a_node_out_of_order_takes_no_new_work_and_is_named_as_the_cause() -> None:

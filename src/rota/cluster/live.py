@@ -439,7 +439,10 @@ class Scheduler:
             self._idle.set()
 
     def decide(self, now: float) -> Outcome:
-        """What should be appended now. Changes nothing; ask again after applying what was appended."""
+        """What should be appended now; ask again after applying it.
+
+        Of the state only counts that are not those of the jobs are put right, and their nodes noted as suspects.
+        """
         with self._at_work():
             return self._decide(now)
 

@@ -1,4 +1,4 @@
-"""AsyncClient: the requests of the API, awaited; what both clients do is written here, over an ``Io``."""
+"""AsyncClient: the requests of the API, awaited; what both clients do is written here, over an ``AsyncIo``."""
 
 from __future__ import annotations
 

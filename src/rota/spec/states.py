@@ -1,7 +1,8 @@
 """Every life cycle as an enum with its terminal members.
 
-The job: SUBMITTED -> QUEUED -> ADMITTED -> CHECKING -> STARTING -> RUNNING, with RUNNING <-> RECOVERING, RESIZING and
-PAUSED, then STOPPING -> SUCCEEDED, FAILED or CANCELLED; preemption is PREEMPTING -> QUEUED with the next attempt.
+The job: SUBMITTED -> QUEUED -> ADMITTED -> CHECKING -> STARTING -> RUNNING, with RUNNING <-> RECOVERING and
+RESIZING, then STOPPING -> SUCCEEDED, FAILED or CANCELLED. Preemption is PREEMPTING -> QUEUED with the next attempt, a
+pause PREEMPTING -> PAUSED -> QUEUED.
 The instance: PLANNED -> STARTING -> STALE -> READY -> SUSPECT -> LOST, or STOPPING -> GONE.
 The weights that an instance reads: STALE -> SYNCING -> SYNCED -> STALE or SUSPECT -> SYNCING; gone with the instance.
 """
@@ -37,8 +38,11 @@ class JobState(StrEnum):
     STOPPING = "STOPPING"
     """Its end is decided; processes and reservations are being taken down."""
     SUCCEEDED = "SUCCEEDED"
+    """Ended: what ``success_when`` names has ended well."""
     FAILED = "FAILED"
+    """Ended: its failure contract was used up, or it could never run; a reason says which."""
     CANCELLED = "CANCELLED"
+    """Ended: a user stopped it."""
 
     @property
     def terminal(self) -> bool:
@@ -109,6 +113,10 @@ class Level(StrEnum):
     """How wide a recovery is: one sub-graph's processes, a role, a node, or the whole job."""
 
     PROCESS = "process"
+    """The lost process, with the sub-graph that it belongs to."""
     ROLE = "role"
+    """All instances of its role."""
     NODE = "node"
+    """What runs on its node, which is left."""
     JOB = "job"
+    """The whole job, as a new attempt."""

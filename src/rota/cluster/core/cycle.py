@@ -226,7 +226,7 @@ BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_M
 
 
 class _Pass:
-    """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass.
+    """One walk over the waiting jobs, in a transaction of the state: what it keeps is what its decisions do.
 
     A trial of the next pass ends ``until`` a job, has the ``spares`` of the pass that asks, and shares no devices.
     """
@@ -294,7 +294,7 @@ class _Pass:
         if (round_s := self.profile.round_s) and (self.shared or self._some_wait_beside_others()):
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
-            self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
+            self.decisions.append(WakeAt(at=min(self.wake)))
         return self.decisions
 
     def _is_settled(self, job: JobId) -> bool:

@@ -56,7 +56,6 @@ class WakeAt:
     """Decide again at this time even if nothing happens until then."""
 
     at: float
-    kind: str
 
 
 Decision = Admit | Preempt | Resize | WaitOn | WakeAt

@@ -61,10 +61,10 @@ def replace(value: T, /, **changes: Any) -> T:
 
 
 def changed(value: T, changes: Mapping[str, object]) -> T:
-    """A JobContext or Instance with other fields. Raises TypeError for an unknown one.
+    """A JobContext or InstanceRecord with other fields. Raises TypeError for an unknown one.
 
     They have no ``__slots__`` and no ``__post_init__``, so that their fields are copied as one dictionary; running
-    ``__init__`` over 54 fields took a sixth of the time of a replay.
+    ``__init__`` over all fields took a sixth of the time of a replay.
     """
     if unknown := changes.keys() - value.__dict__.keys():
         raise TypeError(f"{type(value).__name__} has no field {', '.join(sorted(unknown))}")
@@ -231,7 +231,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The state of one job; changed only by ``machine.step``.
+    """The state of one job; changed only by ``machine.fold``.
 
     ``graph`` and ``bound`` follow from spec and placement. ``attached``: the present master has compared the log with
     what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever

@@ -1,9 +1,9 @@
 """The job state machine: one event in, the next context and the commands it asks for out.
 
-``step`` is the only way a context changes. An event either fits the state (its line is in ``apply``) or changes
+``fold`` is the only way a context changes. An event either fits the state (its line is in ``apply``) or changes
 nothing: late, repeated and stale reports are harmless. After each event ``settle`` draws the conclusions that need no
 further fact (who may start, who may run, whether the job has succeeded). What should be under way in a state is
-``intent.wanted``; a step returns what is newly wanted, and after a restart of the master, when ``Reattached`` is
+``desired.wanted``; a step returns what is newly wanted, and after a restart of the master, when ``Reattached`` is
 stepped, everything that is.
 """
 
@@ -73,11 +73,11 @@ def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ..
 
     Raises ValueError for a record of another job or one that leaves a gap: the caller must read the log again.
     """
-    moved = fold(ctx, record)
-    if moved is ctx:
+    after = fold(ctx, record)
+    if after is ctx:
         return ctx, ()
     before = {command.id for command in wanted(ctx)}
-    return moved, tuple(command for command in wanted(moved) if command.id not in before)
+    return after, tuple(command for command in wanted(after) if command.id not in before)
 
 
 def fold(ctx: JobContext, record: Record) -> JobContext:

@@ -91,7 +91,8 @@ class InvalidTransition(Exception):
         self.events: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n  ".join((f"{self.args[0]}; the last events of the job:", *self.events))
+        last = "the last events of the job" if len(self.events) > 1 else "the event"
+        return "\n  ".join((f"{self.args[0]}; {last}:", *self.events))
 
 
 def moved(thing: Thing, to: JobState | InstanceState, /, **changes: object) -> Thing:

@@ -139,6 +139,7 @@ class _Framed(asyncio.BufferedProtocol):
         self._large: tuple[bytearray, int, int, int] | None = None
         self._filled = 0
         self._descriptor = -1
+        self._paused = False
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -196,7 +197,24 @@ class _Framed(asyncio.BufferedProtocol):
                 self.arrived(memoryview(whole), call, kind, count)
             return
         self._end += nbytes
-        while self._end - self._start >= _HEADER.size:
+        self._parse()
+
+    def pause(self) -> None:
+        """Take no more frames, of those that are read already either."""
+        if self.transport is not None and not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Take frames again."""
+        if self.transport is not None and self._paused:
+            self._paused = False
+            self._parse()
+            if not self._paused:
+                self.transport.resume_reading()
+
+    def _parse(self) -> None:
+        while not self._paused and self._end - self._start >= _HEADER.size:
             total, call, kind, count = _HEADER.unpack_from(self._read, self._start)
             if total > FRAME_BYTES_MAX or not 1 <= count <= max(1, total // 8):
                 self.close(f"a frame of {total} bytes and {count} parts")
@@ -278,13 +296,13 @@ class _Serving(_Framed):
         task = asyncio.get_running_loop().create_task(self._answer(frame, call, count))
         self._running.add(task)
         task.add_done_callback(self._ended)
-        if len(self._running) == INFLIGHT_MAX and self.transport is not None:
-            self.transport.pause_reading()
+        if len(self._running) >= INFLIGHT_MAX:
+            self.pause()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if len(self._running) == INFLIGHT_MAX - 1 and self.transport is not None:
-            self.transport.resume_reading()
+        if len(self._running) < INFLIGHT_MAX:
+            self.resume()
 
     async def _answer(self, frame: memoryview, call: int, count: int) -> None:
         try:

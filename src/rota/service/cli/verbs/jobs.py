@@ -418,4 +418,4 @@ def exec_(
         terminal.note("its output was longer; send it into a file, or through tail")
     if done["timed_out"]:
         terminal.note(f"it was killed after {timeout}")
-    return EXEC_FAILED if done["exit_status"] is None else done["exit_status"]
+    return EXEC_FAILED if done["timed_out"] or done["exit_status"] is None else done["exit_status"]

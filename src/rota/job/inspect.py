@@ -14,12 +14,13 @@ import sys
 from collections.abc import Mapping
 from threading import local
 from types import ModuleType
-from typing import Any
+from typing import TypedDict
 
 from rota.job.health.stacks import error_summary
 from rota.job.workload import interface_of
 from rota.spec import codec
 from rota.spec.check import nearest
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.job import DRAIN, Interface
 
@@ -78,14 +79,23 @@ def inspect_workload(path: str) -> Interface:
     return interface_of(import_target(path))
 
 
-def inspect_all(workloads: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+class Inspection(TypedDict, total=False):
+    """What a workload declares, or the error of its import with the traceback."""
+
+    interface: JsonObject
+    error: str
+    traceback: str
+
+
+def inspect_all(workloads: Mapping[str, str]) -> dict[str, Inspection]:
     """The answer for every role, errors included."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Inspection] = {}
     for role, path in workloads.items():
         try:
             found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
-            found[role] = dict(zip(("error", "traceback"), error_summary(error), strict=True))
+            text, trace = error_summary(error)
+            found[role] = {"error": text, "traceback": trace}
     return found
 
 

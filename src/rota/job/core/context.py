@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from rota.job.core.graph import Graph, expand
 from rota.job.core.placement import bindings
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
@@ -48,7 +49,7 @@ Phase = Literal["commit", "save", "stop"]
 T = TypeVar("T")
 
 
-def replace(value: T, /, **changes: Any) -> T:
+def replace(value: T, /, **changes: object) -> T:
     """``dataclasses.replace`` for values that are changed with every record; a state changes by ``transitions.moved``.
 
     Raises TypeError for an unknown field.
@@ -271,11 +272,11 @@ class JobContext:
     instances: Mapping[InstanceId, InstanceRecord] = field(default_factory=dict[InstanceId, InstanceRecord])
     committed: int = 0
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
-    cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cursor: JsonObject = field(default_factory=JsonObject)
+    metrics: JsonObject = field(default_factory=JsonObject)
     checkpoint_n: int = 0
     checkpoint_path: str = ""
-    checkpoint_cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    checkpoint_cursor: JsonObject = field(default_factory=JsonObject)
     losses: tuple[Loss, ...] = ()
     diagnosed: bool = False
     checked: tuple[NodeId, bool] | None = None
@@ -354,14 +355,14 @@ class JobContext:
 
     # -- snapshot -------------------------------------------------------------------------------------------------
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """A snapshot as plain values: replaying the records after ``seq`` onto it gives the live context."""
         raw = {name: codec.to_json_value(getattr(self, name)) for name in _SNAPSHOT_FIELDS}
         raw["instances"] = [codec.to_json_value(one) for one in self.instances.values()]
         return {"version": CONTEXT_VERSION, **raw}
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> JobContext:
+    def from_json(raw: JsonObject) -> JobContext:
         """Inverse of ``to_json``.
 
         Raises ValueError for another version, KeyError for a missing field, also TypeError for a wrong form.

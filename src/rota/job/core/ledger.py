@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, TypedDict
 
+from rota.spec.codec import JsonObject
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import StreamSpec
 
@@ -72,6 +73,16 @@ class LedgerCut(TypedDict):
     running: int
     queued: int
     open: Runs
+
+
+class FlowCut(TypedDict, total=False):
+    """What a commit says of its loop, part of the cursor; what is empty is left out."""
+
+    streams: dict[str, LedgerCut]
+    kept: JsonObject
+    """The JSON values of the loop: ``Flow.kept``."""
+    keeps: bool
+    """Items that no source gives again are part of the saved state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rota.job.core import migration, resize, shutdown
 from rota.job.core.context import (
@@ -22,6 +21,7 @@ from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM, job_level_ending
 from rota.job.core.resize import first, refused
 from rota.job.core.transitions import moved
+from rota.spec.codec import JsonObject
 from rota.spec.events import (
     FailoverEnded,
     GangReserveFailed,
@@ -326,6 +326,6 @@ def restore_point(ctx: JobContext) -> JobContext:
     return replace(ctx, rollback_to=None, hosts=shutdown.hosts_now(ctx))
 
 
-def changeable(changes: dict[str, Any]) -> dict[str, Any]:
+def changeable(changes: JsonObject) -> JsonObject:
     """Those of the changes that need no new attempt."""
     return {path: value for path, value in changes.items() if path in CHANGEABLE}

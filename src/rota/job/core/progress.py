@@ -349,7 +349,7 @@ def storage_reason(error: BaseException | None) -> Reason | None:
     return None
 
 
-def bad_losses(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+def bad_losses(metrics: Mapping[str, object]) -> tuple[str, ...]:
     """Names of reported losses (``loss``, ``policy_loss``, ``loss/value`` ...) that are not finite."""
     return tuple(name for name, value in metrics.items() if "loss" in name.lower() and not _finite(value))
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from rota.job.core.progress import WaitEdge
 from rota.job.rpc.peers import PeerTable
 from rota.job.rpc.tracing import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.events import InstanceLost
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.reasons import Reason
@@ -97,12 +98,12 @@ class Heartbeat:
         """Role and rank."""
         return InstanceId(self.role, self.rank)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain values, for the way between processes."""
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> Heartbeat:
+    def from_json(raw: JsonObject) -> Heartbeat:
         """Inverse of ``to_json``."""
         return codec.from_json_value(Heartbeat, raw)
 
@@ -129,12 +130,12 @@ class HeartbeatAnswer:
     master_epoch: Epoch
     table: PeerTable | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain values, for the way between processes."""
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> HeartbeatAnswer:
+    def from_json(raw: JsonObject) -> HeartbeatAnswer:
         """Inverse of ``to_json``."""
         return codec.from_json_value(HeartbeatAnswer, raw)
 

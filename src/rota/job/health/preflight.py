@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rota.job.core.progress import (
     Pair,
@@ -26,6 +26,7 @@ from rota.job.core.progress import (
 from rota.runtime.clock import SystemClock
 from rota.runtime.node import bus_addresses, kernel_lines, local_devices, memory_errors
 from rota.spec.reasons import Reason
+from rota.tensors.core import Tensor
 
 CHECK_MAX_S = 60.0
 """Limit of the check: a folder that does not answer (a file system that is gone) is unfit too."""
@@ -52,6 +53,30 @@ class Unfit:
     check: str
     reason: Reason
     text: str
+
+
+class Work(Protocol):
+    """A send, a receive or a collective under way."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Return when it is done. Raises RuntimeError when it failed, or not within ``timeout``."""
+        ...
+
+
+class Group(Protocol):
+    """What the checks use of a ``torch.distributed.ProcessGroup``."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work: ...
+    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
+
+
+class Store(Protocol):
+    """What the checks use of a ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
 
 
 class NodeUnfit(Exception):
@@ -121,7 +146,7 @@ def compute(devices: int) -> list[Unfit]:
     return []
 
 
-def pairwise(group: Any, store: Any, rank: int, world: int, device: str, *, limit_s: float = PAIR_MAX_S) -> Verdict:
+def pairwise(group: Group, store: Store, rank: int, world: int, device: str, *, limit_s: float = PAIR_MAX_S) -> Verdict:
     """Who of a mesh is broken or slow, from products and sums of pairs; every member calls it, and all learn the same.
 
     Blocks for twice ``limit_s`` a round at most, and longer where one good member has to measure several others.
@@ -131,7 +156,7 @@ def pairwise(group: Any, store: Any, rank: int, world: int, device: str, *, limi
 
 
 def _round(
-    group: Any, store: Any, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
+    group: Group, store: Store, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
 ) -> dict[Pair, float | None]:
     """Seconds that each pair of a round took. Both members report; a pair failed if one says so, or none in time."""
     turns = max(Counter(n for pair in pairs for n in pair).values(), default=0)
@@ -149,7 +174,7 @@ def _round(
     return found
 
 
-def _pair(group: Any, rank: int, pair: Pair, device: str, limit_s: float) -> float | None:
+def _pair(group: Group, rank: int, pair: Pair, device: str, limit_s: float) -> float | None:
     """Seconds in which both members of a pair multiply and add their numbers up; None when it fails or is wrong."""
     torch: Any = importlib.import_module("torch")
     other, clock, best_s = sum(pair) - rank, SystemClock(), math.inf
@@ -188,7 +213,7 @@ def slow_text(factor: float) -> str:
     return f"this node takes {factor:.1f} times as long as others for a product and a sum with them; look at its load"
 
 
-def collective(group: Any, rank: int, world: int, device: str) -> list[Unfit]:
+def collective(group: Group, rank: int, world: int, device: str) -> list[Unfit]:
     """What is wrong with a sum over all members of a mesh; every member calls it. Blocks for a minute at most."""
     torch: Any = importlib.import_module("torch")
     numbers = torch.arange(COLLECTIVE_N, device=device) % 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypedDict
 
 from rota.job.core.context import InstanceRecord, JobContext, Process
 from rota.job.core.progress import (
@@ -24,6 +24,7 @@ from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Heartbeat
 from rota.runtime.clock import Clock
 from rota.runtime.probe import LOOK_S, STOPPED_LOOKS
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import Fail
@@ -50,6 +51,37 @@ STOPPED = "nothing: its process is stopped by a signal"
 
 Absent = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
+
+
+class RootRow(TypedDict):
+    """Where waiting ends: one culprit, or several that wait for each other along ``cycle``; and who waits for them."""
+
+    members: list[str]
+    deadlock: bool
+    text: str
+    cycle: list[JsonObject]
+    """``WaitEdge`` as plain values."""
+    waiters: list[str]
+
+
+class SlowRow(TypedDict):
+    """An instance that is slower than the others by ``factor``."""
+
+    instance: str
+    factor: float
+
+
+class WhyDocument(TypedDict):
+    """Who waits for whom now; ``stacks`` by instance are those of culprits and suspects."""
+
+    vertices: list[JsonObject]
+    """``VertexStatus`` as plain values, with ``stuck`` and the ``state`` of the instance."""
+    slow: list[SlowRow]
+    dropped: list[str]
+    waits: list[JsonObject]
+    culprits: list[RootRow]
+    suspects: list[RootRow]
+    stacks: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -329,7 +361,7 @@ class DiagnosisManager:
 
     async def explain(
         self, ctx: JobContext, absent: Absent, stacks: Callable[[str, int], Awaitable[str]]
-    ) -> dict[str, Any]:
+    ) -> WhyDocument:
         """The graph as a document; culprits, and who is suspected before a limit is reached, with their stacks."""
         document = self._document(ctx, self.graph(ctx, absent))
         named = {name for root in (*document["culprits"], *document["suspects"]) for name in root["members"]}
@@ -337,7 +369,7 @@ class DiagnosisManager:
         found = await asyncio.gather(*(stacks(one.role, one.rank) for one in accused))
         return {**document, "stacks": {str(one): text for one, text in zip(accused, found, strict=True)}}
 
-    def _document(self, ctx: JobContext, graph: WaitGraph) -> dict[str, Any]:
+    def _document(self, ctx: JobContext, graph: WaitGraph) -> WhyDocument:
         culprits = graph.roots()
         suspects = tuple(root for root in self.suspects(graph) if root not in culprits)
         return {
@@ -350,6 +382,7 @@ class DiagnosisManager:
             "waits": [codec.to_json_value(wait) for wait in graph.waits],
             "culprits": [_root(graph, root) for root in culprits],
             "suspects": [_root(graph, root) for root in suspects],
+            "stacks": {},
         }
 
 
@@ -362,7 +395,7 @@ def _state(ctx: JobContext, name: str) -> str:
     return next((one.state.value for one in ctx.instances.values() if str(one.id) == name), "")
 
 
-def _root(graph: WaitGraph, root: Root) -> dict[str, Any]:
+def _root(graph: WaitGraph, root: Root) -> RootRow:
     return {
         "members": list(root.members),
         "deadlock": root.deadlock,

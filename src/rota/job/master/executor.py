@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
@@ -35,6 +34,7 @@ from rota.runtime.launcher import (
 )
 from rota.runtime.process import signal_name
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.commands import (
     Assemble,
     CheckNode,
@@ -254,7 +254,7 @@ class Executor:
     async def _ask(self, instance: InstanceId, started: Epoch, call: Call) -> Failure | str | None:
         """``done``, a failure, or None when it is out of date: what ``assemble``, ``run`` and ``check`` answer."""
         try:
-            raw: dict[str, Any] = await self.launcher.call(self.handle(instance, started), call)
+            raw: JsonObject = await self.launcher.call(self.handle(instance, started), call)
         except ProcessGone as error:
             # The launcher's event of the death says more; this is only for a death that nobody saw.
             await self.clock.sleep(UNSEEN_DEATH_S)

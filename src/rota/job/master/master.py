@@ -18,28 +18,30 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from rota.job import checkpoint
 from rota.job.core import migration, shutdown
 from rota.job.core.context import JobContext, Process
 from rota.job.core.desired import next_emit, wanted
+from rota.job.core.ledger import FlowCut
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.resize import saved_by_script
 from rota.job.core.transitions import InvalidTransition
 from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
 from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
-from rota.job.master.diagnosis import DiagnosisManager
+from rota.job.master.diagnosis import DiagnosisManager, WhyDocument
 from rota.job.master.executor import Executor, death_event, losses_with
 from rota.job.rpc.client import EventLoopThread
-from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
+from rota.job.rpc.peers import CommitDone, CommitRefused, JobPlace, PeerTable, SavedCheckpoint, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.probe import probe_process
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.commands import Command, Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -53,7 +55,7 @@ from rota.spec.events import (
     Record,
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
-from rota.spec.states import InstanceState
+from rota.spec.states import InstanceState, JobState
 
 KEEP_EVERY = 1000
 """Records of the job from one kept context to the next."""
@@ -178,7 +180,22 @@ class Inbox(asyncio.Queue[AppendRequest | BaseException]):
 
 
 T = TypeVar("T")
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Offload(Protocol):
+    """Runs a blocking call somewhere else."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+class StatusDocument(TypedDict):
+    """State of a job, and the last beat of every instance as plain values with its ``age_s``."""
+
+    job: JobId
+    state: JobState
+    master_epoch: Epoch
+    beats: dict[str, JsonObject]
+
 
 RAY_LAUNCHER = "rota.runtime.ray.launcher:RayLauncher.here"
 READ_MAX = 5000
@@ -233,7 +250,7 @@ class JobMaster:
         self._executor: Executor | None = None
         self._begun: set[str] = set()
         """Commands that the context asks for and that were begun; a returning master begins all of them anew."""
-        self._owned: dict[asyncio.Task[Any], None] = {}
+        self._owned: dict[asyncio.Task[None], None] = {}
         self._table = PeerTable()
         self._rendezvous = Rendezvous()
         self._loaded = asyncio.Event()
@@ -441,7 +458,7 @@ class JobMaster:
 
     # -- what instances ask -------------------------------------------------------------------------------------------
 
-    async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
+    async def beat(self, raw: JsonObject) -> JsonObject:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
         beat = Heartbeat.from_json(raw)
         self._watch.heard(beat)
@@ -464,10 +481,10 @@ class JobMaster:
         n: int,
         loop_epoch: int,
         versions: dict[str, int],
-        metrics: dict[str, Any],
-        saved: dict[str, Any] | None = None,
-        cut: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        metrics: JsonObject,
+        saved: SavedCheckpoint | None = None,
+        cut: FlowCut | None = None,
+    ) -> CommitDone | CommitRefused:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
@@ -491,8 +508,12 @@ class JobMaster:
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
             self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
-        answer = {"answer": "done", "table": table_of(self.ctx).to_json(), "save": migration.needs_save(self.ctx)}
-        return {**answer, "stop": not shutdown.takes_commits(self.ctx)}
+        return {
+            "answer": "done",
+            "table": table_of(self.ctx).to_json(),
+            "save": migration.needs_save(self.ctx),
+            "stop": not shutdown.takes_commits(self.ctx),
+        }
 
     def _has(self, n: int, loop_epoch: int) -> bool:
         return n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch
@@ -521,7 +542,7 @@ class JobMaster:
             which = ProcessId(pid=one.process.pid, start_time=one.process.start_time)
             return of_the_job(await self._offload(lambda: self._look_at(which))) or f"no stacks: {error}"
 
-    async def why(self) -> dict[str, Any]:
+    async def why(self) -> WhyDocument:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
         await self._loaded.wait()
         return await self._watch.explain(self.ctx, self._rendezvous.absent(self.ctx), self.stacks)
@@ -529,7 +550,7 @@ class JobMaster:
     async def ping(self) -> None:
         """Answers at once while the loop of this master turns, whatever else it waits for."""
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> StatusDocument:
         """The state of the job and the last beat of every instance, with its age."""
         await self._loaded.wait()
         now_s = self._clock.monotonic_s()
@@ -542,12 +563,12 @@ class JobMaster:
 
     # -- owned tasks --------------------------------------------------------------------------------------------------
 
-    def _own(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _own(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._owned[task] = None
         task.add_done_callback(self._disown)
 
-    def _disown(self, task: asyncio.Task[Any]) -> None:
+    def _disown(self, task: asyncio.Task[None]) -> None:
         """A task that failed fails the master: nothing continues as if it had worked."""
         self._owned.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from rota.job.core.context import InstanceRecord, JobContext
+from rota.job.core.ledger import FlowCut
 from rota.job.core.shutdown import CUT, WEIGHTS
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Handle, instance_name, master_name
 from rota.runtime.output import log_name
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.states import InstanceState
@@ -39,7 +41,7 @@ class JobPlace:
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> JobPlace:
+    def from_json(raw: JsonObject) -> JobPlace:
         """Inverse of ``to_json``."""
         return codec.from_json_value(JobPlace, raw)
 
@@ -107,12 +109,12 @@ class PeerTable:
         """True when it says the same as another table, whatever the versions are."""
         return replace(self, version=other.version, loop_epoch=other.loop_epoch) == other
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain values, for the way between processes."""
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> PeerTable:
+    def from_json(raw: JsonObject) -> PeerTable:
         """Inverse of ``to_json``."""
         return codec.from_json_value(PeerTable, raw)
 
@@ -129,9 +131,30 @@ def table_of(ctx: JobContext) -> PeerTable:
     )
 
 
-def cursor_with(
-    cursor: Mapping[str, Any], n: int, published: Mapping[str, int], cut: Mapping[str, Any] | None
-) -> dict[str, Any]:
+class SavedCheckpoint(TypedDict):
+    """Folder of a complete checkpoint, and how long it took."""
+
+    path: str
+    seconds: float
+
+
+class CommitDone(TypedDict):
+    """The master's answer to a durable commit; ``save``: the next one goes to disk, ``stop``: it was the last one."""
+
+    answer: Literal["done"]
+    table: JsonObject
+    save: bool
+    stop: bool
+
+
+class CommitRefused(TypedDict):
+    """The master's answer to a commit of a loop that is over."""
+
+    answer: Literal["refused"]
+    text: str
+
+
+def cursor_with(cursor: JsonObject, n: int, published: Mapping[str, int], cut: FlowCut | None) -> JsonObject:
     """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
 
     The epoch distinguishes a committed version from one of the same number that a rollback took back.

@@ -28,6 +28,7 @@ from rota import tensors
 from rota.runtime import environ
 from rota.runtime.environ import Home
 from rota.runtime.redis import server
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
@@ -35,8 +36,11 @@ from rota.spec.reasons import Reason
 from rota.spec.resources import parse_duration
 from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
+from rota.tensors.core import Tensor
 from rota.tensors.session import shm_root
 
+Outline = None | str | int | float | bool | JsonObject
+"""What ``flatten`` leaves of a state: a value as it is, or a JSON object in the place of what holds others."""
 SHADOWS_KEPT = 2
 """The commit being made and the one before it: until the log has the newer one, the older is the truth."""
 WEIGHTS_KEPT = 3
@@ -96,16 +100,16 @@ def weights_name(job: JobId, edge: str) -> str:
     return f"weights/{job}/{edge}"
 
 
-def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
+def flatten(state: object) -> tuple[Outline, dict[str, Tensor]]:
     """``(outline, tensors)`` of nested dicts, lists and tuples.
 
     The outline is JSON: a tensor or array is ``{"t": name}``, a dict ``{"d": [[key, outline], ...]}`` (keys may be
     numbers, as in an optimiser's state), a list ``{"l": [...]}``, a tuple ``{"u": [...]}``, anything else itself.
     Raises BadInput for a value that is none of these.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
 
-    def outline(value: Any, path: str) -> Any:
+    def outline(value: object, path: str) -> Outline:
         if isinstance(value, np.ndarray) or is_torch(value):
             name = str(len(found))
             found[name] = _detached(value)
@@ -126,7 +130,7 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     return outline(state, "state"), found
 
 
-def tensors_of(state: Any, path: str = "") -> dict[str, Any]:
+def tensors_of(state: object, path: str = "") -> dict[str, Tensor]:
     """The tensors and arrays of a state by the way to them: ``net.0.weight``."""
     if isinstance(state, np.ndarray) or is_torch(state):
         return {path: state}
@@ -135,7 +139,7 @@ def tensors_of(state: Any, path: str = "") -> dict[str, Any]:
     return {name: tensor for way, item in ways for name, tensor in tensors_of(item, way).items()}
 
 
-def rebuild(outline: Any, held: Mapping[str, Any]) -> Any:
+def rebuild(outline: Outline, held: Mapping[str, Tensor]) -> object:
     """Inverse of ``flatten``; tensors are copies that their owner may change."""
     if not isinstance(outline, dict):
         return outline
@@ -148,7 +152,7 @@ def rebuild(outline: Any, held: Mapping[str, Any]) -> Any:
     return tuple(rebuild(item, held) for item in outline["u"])
 
 
-def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: Any) -> int:
+def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: object) -> int:
     """Publish the state of commit ``n``; returns its bytes."""
     outline, parts = flatten(state)
     plane.publish_group(
@@ -170,7 +174,7 @@ def epoch_of(plane: Plane, job: JobId, instance: InstanceId, n: int) -> int:
         return 0
 
 
-def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> Any:
+def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> object:
     """The state of commit ``n``. Raises StateLost when it is gone."""
     try:
         found = plane.get_group(shadow_name(job, instance), step=n, as_=_form())
@@ -182,13 +186,13 @@ def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> Any:
     return rebuild(found.meta["outline"], found)
 
 
-def publish(plane: Plane, job: JobId, edge: str, n: int, epoch: Epoch, weights: Mapping[str, Any]) -> None:
+def publish(plane: Plane, job: JobId, edge: str, n: int, epoch: Epoch, weights: Mapping[str, Tensor]) -> None:
     """Publish version ``n`` of a weights edge as one group: readers see all of it or none."""
     owned = {name: _detached(tensor) for name, tensor in weights.items()}
     plane.publish_group(weights_name(job, edge), owned, step=n, retain=WEIGHTS_KEPT, epoch=epoch)
 
 
-def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, Any] | None:
+def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, Tensor] | None:
     """What was published with commit ``n``, if memory has it."""
     try:
         return plane.get_group(weights_name(job, edge), step=n, as_=_form())
@@ -196,7 +200,7 @@ def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, An
         return None
 
 
-def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Any]:
+def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Tensor]:
     """The tensors of (epoch of the writer, n), read in place. Raises TensorError when they do not come in time.
 
     A newer epoch that published step ``n`` did so again, after a rollback to it.
@@ -213,23 +217,23 @@ def _form() -> str:
     return "torch" if "torch" in sys.modules else "numpy"
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Tensor) -> Tensor:
     return value.detach() if is_torch(value) else value
 
 
-def _key(key: Any, path: str) -> str | int:
+def _key(key: object, path: str) -> str | int:
     if isinstance(key, str | int):
         return key
     raise BadInput(f"{path} has a key of type {type(key).__name__}; keys are texts or whole numbers")
 
 
-def _own(tensor: Any, *, torch: bool) -> Any:
+def _own(tensor: Tensor, *, torch: bool) -> Tensor:
     if torch:
         return tensor.clone()
     return np.array(tensor.numpy() if is_torch(tensor) else tensor)
 
 
-def _bytes(tensor: Any) -> int:
+def _bytes(tensor: Tensor) -> int:
     return int(tensor.nbytes)
 
 
@@ -307,7 +311,7 @@ def file_of(folder: Path, owner: InstanceId | str) -> Path:
     return folder / f"{stem}.state"
 
 
-def write(folder: Path, owner: InstanceId | str, state: Any) -> int:
+def write(folder: Path, owner: InstanceId | str, state: object) -> int:
     """Write the state of one instance or the weights of an edge, whole or not at all; returns its bytes."""
     outline, parts = flatten(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -345,7 +349,7 @@ def find(root: Path, owner: InstanceId | str, n: int) -> Path | None:
     return file_of(max(found)[1], owner) if found else None
 
 
-def read(path: Path) -> Any:
+def read(path: Path) -> object:
     """The state that ``write`` wrote. Never unpickles objects."""
     raw = path.read_bytes()
     body = io.BytesIO(raw[1:])
@@ -358,7 +362,7 @@ def read(path: Path) -> Any:
         return rebuild(json.loads(str(kept["outline"])), parts)
 
 
-def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int) -> Any:
+def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int) -> object:
     """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it.
 
     What lies in memory since before a rollback has the number of a later commit, but an older epoch: then the file.

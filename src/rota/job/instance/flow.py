@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rota.job import checkpoint
 from rota.job.checkpoint import CheckpointTimer, folder_of, prune
@@ -264,7 +264,8 @@ class Flow:
         if keeps:
             place, who, n = self._config.place, self._config.id, self.committed
             find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n)
-            self.pumps.restore(await asyncio.to_thread(find))
+            kept = cast("Mapping[str, list[list[object]]]", await asyncio.to_thread(find))
+            self.pumps.restore(kept)
         self.pumps.begin()
 
     async def _save_and_commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rota.job import checkpoint
 from rota.job.health.heartbeat import Answer
@@ -31,6 +31,7 @@ from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
 from rota.spec.job import WeightsEdge
 from rota.spec.states import ReplicaState
+from rota.tensors.core import Tensor
 
 Version = tuple[int, int]
 """(epoch of the writer, commit)."""
@@ -293,7 +294,8 @@ class ClassRunner:
 
     async def _work(self, formed: _Formed, name: str, request: Request) -> Any:
         """The method of the user on arrays; what it gives, with Refs for what is large."""
-        kwargs, job = dict(request.kwargs), self._config.place.job
+        job = self._config.place.job
+        kwargs: dict[str, Any] = dict(request.kwargs)
         phase = kwargs.pop(PHASE, None)
         prefix = prefix_of(job, request.loop_epoch, f"{self._config.id}/{request.call_id}")
         box = Box(partial(self._plane, formed), prefix, None if phase is None else 1)
@@ -414,7 +416,7 @@ class ClassRunner:
             if published == n:
                 await self._publish(formed, edge, n)
             elif path is not None:
-                kept = await user.do(partial(checkpoint.read, path))
+                kept = cast("Mapping[str, Tensor]", await user.do(partial(checkpoint.read, path)))
                 await user.do(partial(checkpoint.publish, formed.plane, job, edge, published, formed.epoch, kept))
 
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:

@@ -14,9 +14,9 @@ import concurrent.futures
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rota.job.rpc import dispatch
 from rota.job.rpc.payload import unpicklable_at
@@ -61,11 +61,11 @@ class EventLoopThread:
             self.close()
             self.loop = loop
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine in this loop; its result comes as a future that any thread may wait for."""
         return asyncio.run_coroutine_threadsafe(_contained(work), self.loop)
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[object, object, T]) -> T:
         """Run a coroutine in this loop and wait for it from another event loop; cancelling the wait cancels it."""
         if asyncio.get_running_loop() is self.loop:
             return await work
@@ -84,7 +84,7 @@ class EventLoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-async def _contained(work: Coroutine[Any, Any, T]) -> T:
+async def _contained(work: Coroutine[object, object, T]) -> T:
     try:
         return await work
     except SystemExit as error:
@@ -109,8 +109,8 @@ class Request:
 
     call_id: str
     op: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     epoch: Epoch
     loop_epoch: Epoch
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
@@ -125,9 +125,10 @@ class Request:
         return Call(method="call", head=(head,), args=self.args, kwargs=self.kwargs, timeout_s=timeout_s)
 
     @staticmethod
-    def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+    def of_call(head: Sequence[object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Request:
         """Inverse of ``to_call``."""
-        call_id, op, epoch, loop_epoch, found, report = head
+        plain: Sequence[Any] = head
+        call_id, op, epoch, loop_epoch, found, report = plain
         return Request(
             call_id=call_id,
             op=op,
@@ -162,8 +163,8 @@ class _Sending(NamedTuple):
 
     call_id: str
     op: OpSpec
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     deadline_s: float | None
     loop_epoch: Epoch
     size: int = 0
@@ -179,10 +180,13 @@ class _Route(NamedTuple):
     weights: dict[str, tuple[int, int]]
 
 
-Home = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+class Home(Protocol):
+    """Runs a coroutine in the event loop of a client."""
+
+    def __call__(self, work: Coroutine[object, object, T], /) -> Awaitable[T]: ...
 
 
-async def _here(work: Coroutine[Any, Any, Any]) -> Any:
+async def _here(work: Coroutine[object, object, T]) -> T:
     return await work
 
 
@@ -244,11 +248,11 @@ class RpcClient:
         self,
         role: RoleSpec,
         op: OpSpec,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         *,
         loop_epoch: Epoch | None = None,
-    ) -> Any:
+    ) -> object:
         """Call an operation on the members that its send rule names; one merged result.
 
         ``loop_epoch`` is the one of the loop that calls, the present one when left out. Raises RoleDown when no
@@ -259,7 +263,7 @@ class RpcClient:
         world = self._worlds[role.name] or role.replicas_min
         send, recv = op.send_rule, op.recv_rule
         parts = dispatch.split(args[0] if args else None, send, mesh=role.mesh, world=world)
-        calls: dict[int, Coroutine[Any, Any, Any]] = {}
+        calls: dict[int, Coroutine[object, object, object]] = {}
         given, size, last = (), 0, None
         for rank, part in parts.items():
             if part is not last:  # members that get the same share one part
@@ -280,16 +284,16 @@ class RpcClient:
         self,
         role: RoleSpec,
         op: OpSpec,
-        items: Sequence[Any],
-        rest: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        items: Sequence[object],
+        rest: tuple[object, ...],
+        kwargs: Mapping[str, object],
         *,
         loop_epoch: Epoch | None = None,
-    ) -> AsyncGenerator[tuple[int, Any], None]:
+    ) -> AsyncGenerator[tuple[int, object], None]:
         """Every item to the least loaded ready instance; (index, result) pairs as they finish."""
         epoch, deadline_s = self._limits(op, loop_epoch)
         waiting = iter(enumerate(items))
-        done: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue(len(items))
+        done: asyncio.Queue[tuple[int, object] | BaseException] = asyncio.Queue(len(items))
 
         async def take() -> None:
             try:
@@ -315,12 +319,12 @@ class RpcClient:
         self,
         role: RoleSpec,
         op: OpSpec,
-        item: Any,
+        item: object,
         *,
         loop_epoch: Epoch,
         avoid: frozenset[InstanceId],
         began: Callable[[Peer], bool],
-    ) -> Any:
+    ) -> object:
         """One item to the least loaded ready instance, another than those in ``avoid`` if the role has one; sent once.
 
         ``began`` gets the receiver, and may refuse. The deadline counts from then on: a backlog is not the fault of the
@@ -350,7 +354,7 @@ class RpcClient:
 
     # -- one member ---------------------------------------------------------------------------------------------------
 
-    async def _member_call(self, role: RoleSpec, rank: int, sending: _Sending) -> Any:
+    async def _member_call(self, role: RoleSpec, rank: int, sending: _Sending) -> object:
         """From any loop: send at once if the member is ready; all else is for the home loop."""
         peer = self._ready_now(lambda: self._member(role, rank), sending)
         lost: Lost | None = None
@@ -363,7 +367,7 @@ class RpcClient:
 
     async def _until_answered(
         self, role: RoleSpec, rank: int, sending: _Sending, peer: Peer | None, lost: Lost | None
-    ) -> Any:
+    ) -> object:
         while True:
             if peer is not None and lost is not None:
                 await self._after_loss(peer, sending, lost)
@@ -373,7 +377,7 @@ class RpcClient:
                 return found
             lost = found
 
-    async def _item_call(self, role: RoleSpec, sending: _Sending) -> Any:
+    async def _item_call(self, role: RoleSpec, sending: _Sending) -> object:
         while True:
             peer = await self._ready(role, lambda: self._free(role, sending.op), sending)
             self._load[peer.id] = self._load.get(peer.id, 0) + 1
@@ -386,7 +390,7 @@ class RpcClient:
                 return found
             await self._after_loss(peer, sending, found)
 
-    async def _attempt(self, peer: Peer, sending: _Sending) -> Any:
+    async def _attempt(self, peer: Peer, sending: _Sending) -> object:
         """Send once, from any loop: the value, or how it was lost."""
         op, route = sending.op, self._route(peer)
         request = Request(
@@ -532,7 +536,7 @@ def _not_sent(peer: Peer, sending: _Sending, error: NotPicklable) -> BadInput | 
     if error.answer:
         fields = {"role": peer.role, "rank": peer.rank, "op": op.name}
         return CallFailed(f"{peer.id}.{op.name}: its result cannot be sent: {text}", hint=SENDABLE, **fields)
-    given: dict[str, Any] = {"args": sending.args, **sending.kwargs}
+    given: dict[str, object] = {"args": sending.args, **sending.kwargs}
     where = next(filter(None, (unpicklable_at(one, name, text) for name, one in given.items())), "an argument")
     return BadInput(f"{peer.role}.{op.name}: {where} cannot be sent: {text}", hint=SENDABLE)
 
@@ -542,7 +546,7 @@ def _room(op: OpSpec) -> int:
     return ASYNC_INFLIGHT_MAX if op.is_async else 2
 
 
-async def in_order(found: AsyncGenerator[tuple[int, Any], None], count: int) -> list[Any]:
+async def in_order(found: AsyncGenerator[tuple[int, T], None], count: int) -> list[T]:
     """The results of a stream of ``count`` items, in the order of the items."""
     results: list[Any] = [None] * count
     async for index, value in found:
@@ -550,13 +554,13 @@ async def in_order(found: AsyncGenerator[tuple[int, Any], None], count: int) -> 
     return results
 
 
-async def _cancel(tasks: Any) -> None:
+async def _cancel(tasks: Iterable[asyncio.Future[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def all_results(calls: Sequence[Awaitable[T]]) -> list[T]:
     """All results; when one raises, the others are cancelled and it is raised."""
     if len(calls) == 1:
         return [await calls[0]]
@@ -568,7 +572,7 @@ async def all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         raise
 
 
-async def _first(calls: list[Any]) -> Any:
+async def _first(calls: Sequence[Awaitable[T]]) -> T:
     """The first result; the others are cancelled. Raises when every call did."""
     tasks = {asyncio.ensure_future(call) for call in calls}
     pending = tasks

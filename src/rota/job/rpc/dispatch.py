@@ -53,7 +53,7 @@ def representatives(mesh: Mesh, axis: str | None, world: int) -> tuple[int, ...]
     )
 
 
-def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, BatchPart]:
+def split(value: object, rule: Send, *, mesh: Mesh, world: int) -> dict[int, BatchPart]:
     """What each rank gets of the first argument. Raises BadInput when it does not divide or has no such axis."""
     match rule:
         case SameRule():
@@ -72,7 +72,7 @@ def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, BatchP
             raise BadInput("Each has no fixed split: items go one by one")
 
 
-def _shards(value: Any, ways: int, axis: str, pad: str) -> list[BatchPart]:
+def _shards(value: object, ways: int, axis: str, pad: str) -> list[BatchPart]:
     total = length(value)
     if total == 0:
         raise BadInput(f"Shard({axis!r}): the batch is empty")
@@ -94,8 +94,8 @@ def _shards(value: Any, ways: int, axis: str, pad: str) -> list[BatchPart]:
 
 
 def merge(
-    results: Mapping[int, Any], parts: Mapping[int, BatchPart], rule: Receive, *, axis: str | None, mesh: Mesh
-) -> Any:
+    results: Mapping[int, object], parts: Mapping[int, BatchPart], rule: Receive, *, axis: str | None, mesh: Mesh
+) -> object:
     """One value from the results of all ranks; ``axis`` is the one the arguments were split along, if they were."""
     if isinstance(rule, Rank):
         return results[rule.rank]
@@ -113,7 +113,7 @@ def merge(
             raise BadInput(f"{rule} does not merge the results of several members")
 
 
-def of_items(results: list[Any], rule: Receive) -> Any:
+def of_items(results: list[object], rule: Receive) -> object:
     """What ``send=Each`` gives: the results in the order of the items, or their mean or sum."""
     match rule:
         case MeanRule() | SumRule() if not results:
@@ -129,7 +129,7 @@ def of_items(results: list[Any], rule: Receive) -> Any:
 # -- nested values ----------------------------------------------------------------------------------------------------
 
 
-def _is_leaf_batch(value: Any) -> bool:
+def _is_leaf_batch(value: object) -> bool:
     return isinstance(value, list | np.ndarray | Ref) or is_torch(value)
 
 
@@ -154,7 +154,7 @@ def _lengths(value: Any, path: str) -> list[tuple[str, int]]:
     return []
 
 
-def length(value: Any) -> int:
+def length(value: object) -> int:
     """Number of items of a batch. Raises BadInput when nothing in it can be cut or its parts differ in length."""
     found = _lengths(value, "batch")
     if not found:
@@ -165,7 +165,7 @@ def length(value: Any) -> int:
     return found[0][1]
 
 
-def _length_or(value: Any, default: int) -> int:
+def _length_or(value: object, default: int) -> int:
     found = _lengths(value, "batch")
     return found[0][1] if found else default
 
@@ -182,7 +182,7 @@ def _take(leaf: Any, start: int, real: int, padding: int) -> Any:
     return leaf[index]
 
 
-def _trim(result: Any, part: BatchPart) -> Any:
+def _trim(result: object, part: BatchPart) -> object:
     if part.real == part.size:
         return result
 
@@ -193,7 +193,7 @@ def _trim(result: Any, part: BatchPart) -> Any:
     return map_batch(result, cut)
 
 
-def concat(values: Sequence[Any]) -> Any:
+def concat(values: Sequence[Any]) -> object:
     """Join nested batches in order along dim 0; what belongs to every item is taken from the first."""
     first = values[0]
     if isinstance(first, Mapping):
@@ -213,7 +213,7 @@ def concat(values: Sequence[Any]) -> Any:
     return first
 
 
-def weighted_sum(values: Sequence[Any], weights: Sequence[float] | None) -> Any:
+def weighted_sum(values: Sequence[Any], weights: Sequence[float] | None) -> object:
     """Sum of nested numbers, arrays and tensors, each times its weight; texts and None are taken from the first."""
     first = values[0]
     if isinstance(first, Mapping):

@@ -16,8 +16,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,9 +28,10 @@ from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
-from rota.tensors.core import ITEM_BYTES
+from rota.tensors.core import ITEM_BYTES, Tensor
 from rota.tensors.errors import OutOfMemory
 
+T = TypeVar("T")
 REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
 """Variable of a role: arrays of answers of at least this size in bytes stay where they were made."""
 BYTES_MIN = 65_536
@@ -64,7 +66,7 @@ class Holdings:
     """A Ref has come into this process: from then on arguments are looked through."""
     let_go: collections.deque[str] = field(default_factory=lambda: collections.deque[str](maxlen=LET_GO_MAX))
     _alive: weakref.WeakValueDictionary[str, _Name] = field(default_factory=weakref.WeakValueDictionary)
-    _lock: Any = field(default_factory=threading.RLock)
+    _lock: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def hold(self, pieces: Iterable[RowRange]) -> tuple[_Name, ...]:
         """What keeps the names of ``pieces``, for as long as it lives."""
@@ -102,7 +104,7 @@ class Ref:
     def __init__(self, pieces: tuple[RowRange, ...], shape: tuple[int, ...], dtype: str, torch: bool) -> None:
         self.pieces, self.shape, self.dtype, self.torch = pieces, shape, dtype, torch
         self._held = HELD.hold(pieces)
-        self._value: Any = None
+        self._value: Tensor = None
 
     def __reduce__(self) -> Any:
         return _arrive, (self.pieces, self.shape, self.dtype, self.torch)
@@ -143,7 +145,7 @@ class Ref:
         """Bytes of the array."""
         return int(np.prod(self.shape)) * ITEM_BYTES[self.dtype]
 
-    def value(self) -> Any:
+    def value(self) -> Tensor:
         """The array, not to be written to: a torch tensor if it was one and this process has torch, else of numpy.
 
         In place when it is one piece. Raises TensorError when it is gone.
@@ -219,11 +221,11 @@ class Box:
         self._bytes_min = int(environ.get(REF_BYTES_MIN) or BYTES_MIN) if bytes_min is None else bytes_min
         self._seen: dict[int, Ref] = {}
 
-    def open(self, value: Any) -> Any:
+    def open(self, value: T) -> T:
         """Arguments with arrays in the place of Refs. Raises TensorError when one is gone."""
         return opened(value, self._seen) if HELD.arrived else value
 
-    def close(self, value: Any) -> Any:
+    def close(self, value: Any) -> object:
         """``value`` with Refs in the place of large arrays; what is none of dict, list, tuple and array stays."""
         if isinstance(value, np.ndarray) or is_torch(value):
             return self._put(value) if value.ndim > 0 and value.nbytes >= self._bytes_min else value
@@ -233,7 +235,7 @@ class Box:
             return _like(value, [self.close(one) for one in value])
         return value
 
-    def _put(self, array: Any) -> Any:
+    def _put(self, array: Tensor) -> Tensor:
         if id(array) in self._seen:
             return self._seen[id(array)]  # an argument that is passed on
         dtype = str(array.dtype).removeprefix("torch.")
@@ -248,11 +250,11 @@ class Box:
         return Ref((RowRange(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))
 
 
-def unpicklable_at(value: Any, path: str, text: str, depth: int = UNPICKLABLE_DEPTH_MAX) -> str:
+def unpicklable_at(value: object, path: str, text: str, depth: int = UNPICKLABLE_DEPTH_MAX) -> str:
     """Where in ``value`` the part is that pickle refuses with ``text``: ``args[0]['lock']``; empty if there is none."""
     if _refused(value) != text:
         return ""
-    parts: Iterable[tuple[str, Any]] = ()
+    parts: Iterable[tuple[str, object]] = ()
     if isinstance(value, Mapping):
         parts = ((f"{path}[{key!r}]", one) for key, one in value.items())
     elif isinstance(value, list | tuple):
@@ -263,7 +265,7 @@ def unpicklable_at(value: Any, path: str, text: str, depth: int = UNPICKLABLE_DE
     return next(filter(None, found), path)
 
 
-def _refused(value: Any) -> str:
+def _refused(value: object) -> str:
     """What pickle says of a value that it refuses."""
     try:
         pickle.dumps(value, protocol=5, buffer_callback=lambda _: None)

@@ -96,7 +96,7 @@ class Waiting:
         )
 
 
-def size_of(value: Any, depth: int = 0) -> int:
+def size_of(value: object, depth: int = 0) -> int:
     """About how many bytes a value is: exact for arrays, tensors and texts, an estimate for what holds them."""
     if isinstance(value, (bytes, str, bytearray)):
         return len(value)

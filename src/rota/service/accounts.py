@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import BadInput, NotAllowed
 from rota.spec.events import Record, TokenMade, TokenRevoked, UserChanged
+from rota.spec.ids import JobId
 
 LOCAL = "local"
 """The user of the installation's own token: an admin who is always there."""
@@ -149,7 +150,7 @@ class Redactor:
     caller may know of is gathered when it is first asked for.
     """
 
-    def __init__(self, jobs: Mapping[Any, JobHistory], caller: Caller) -> None:
+    def __init__(self, jobs: Mapping[JobId, JobHistory], caller: Caller) -> None:
         self._jobs, self._caller = jobs, caller
         self._sees_all = caller.has(Role.VIEWER)
 
@@ -163,7 +164,7 @@ class Redactor:
         return {self._caller.user, *visible}
 
     def _word(self, found: re.Match[str]) -> str:
-        story = self._jobs.get(found[0])
+        story = self._jobs.get(JobId(found[0]))
         return found[0] if story is None or self._caller.sees(story) else REDACTED
 
     def _redacted(self, value: Any) -> Any:

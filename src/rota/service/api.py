@@ -76,8 +76,8 @@ P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApiRequest(Generic[D]):
-    """One request with an answer of the type ``D``.
+class ApiRequest(Generic[A]):
+    """One request with an answer of the type ``A``.
 
     ``safe`` ones may be sent again after a broken connection: reads, and writes with an idempotency key.
     ``timeout_s`` is for an answer that takes longer than others; 0 is the timeout of the client.

@@ -10,15 +10,26 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import platformdirs
 
 from rota.spec.errors import BadInput
 from rota.spec.resources import pretend_nodes
 
+if TYPE_CHECKING:
+    from rota.service.models.cluster import SettingRow
+
 DEFAULT_PORT = 7700
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class OwnSettings(TypedDict):
+    """The ``SettingList`` of this process, without its version."""
+
+    kind: str
+    items: list[SettingRow]
+    next: None
 
 
 def rota_version() -> str:
@@ -63,19 +74,19 @@ class Settings:
     def root(self) -> Path:
         return Path(self.home)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> OwnSettings:
         """``SettingList``: every setting with its origin, without tokens and passwords."""
-        items = [
+        items: list[SettingRow] = [
             {"name": name, "value": _without_password(name, getattr(self, name)), "origin": origin}
             for name, origin in sorted(self.origins.items())
         ]
         return {"kind": "SettingList", "items": items, "next": None}
 
 
-def _without_password(name: str, value: Any) -> Any:
+def _without_password(name: str, value: str | float) -> str | float:
     if name == "token" and value:
         return "(set)"
-    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", value) if name.endswith("_url") else value
+    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", str(value)) if name.endswith("_url") else value
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")

@@ -22,6 +22,7 @@ from rota.runtime.environ import Home
 from rota.service.client import Client
 from rota.service.config import Settings, load_settings
 from rota.service.process import daemon
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, RotaError, TimedOut
 from rota.spec.ids import JobId
 from rota.spec.resources import counted
@@ -328,7 +329,7 @@ def _tell(outcome: Outcome, say: Say) -> None:
     say(f"commits 1..{len(outcome.commits)}: {'each once' if not outcome.problems else 'see the problems below'}")
 
 
-def document(outcome: Outcome) -> dict[str, Any]:
+def document(outcome: Outcome) -> JsonObject:
     """The outcome as one JSON document."""
     return {"api": "rota/v1", "kind": "Demo", **asdict(outcome)}
 

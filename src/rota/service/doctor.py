@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict, cast
 
 import psutil
 
@@ -47,12 +47,34 @@ class Finding:
     fixable: bool = False
 
 
-def examine(settings: Settings, *, fix: bool = False) -> dict[str, Any]:
+class FindingRow(TypedDict):
+    """A ``Finding`` in the report."""
+
+    name: str
+    mark: Mark
+    fact: str
+    remedy: str
+    fixable: bool
+
+
+class DoctorReport(TypedDict):
+    """The document of ``rota doctor``; ``mark`` is the worst of its items."""
+
+    api: str
+    kind: str
+    mark: Mark
+    fixed: list[str]
+    items: list[FindingRow]
+    next: None
+
+
+def examine(settings: Settings, *, fix: bool = False) -> DoctorReport:
     """``DoctorReport``: every check in order. ``fix`` repairs what is safe to repair, and checks again."""
     fixed = _repair(settings) if fix else []
     items = [finding for check in CHECKS for finding in check(settings)]
-    worst = next((mark for mark in ("fail", "warn") if any(one.mark == mark for one in items)), "ok")
-    report = [asdict(one) for one in items]
+    marks = {one.mark for one in items}
+    worst: Mark = "fail" if "fail" in marks else "warn" if "warn" in marks else "ok"
+    report = [cast("FindingRow", asdict(one)) for one in items]
     return {"api": "rota/v1", "kind": "DoctorReport", "mark": worst, "fixed": fixed, "items": report, "next": None}
 
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import httpx
 
@@ -229,7 +229,7 @@ class HttpBase:
             "verify": self.url.startswith("https:"),  # reading all authorities takes 40 ms, for http in vain
         }
 
-    def timeout_of(self, request: ApiRequest[Any]) -> httpx.Timeout:
+    def timeout_of(self, request: ApiRequest[object]) -> httpx.Timeout:
         """How long to wait for the answer."""
         return httpx.Timeout(request.timeout_s, connect=CONNECT_TIMEOUT_S) if request.timeout_s else self.timeout
 
@@ -237,7 +237,7 @@ class HttpBase:
         """Twice as long each time, plus up to as much again, so that many clients do not come back at once."""
         return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + secrets.randbelow(1000) / 1000))
 
-    def may_retry(self, request: ApiRequest[Any], exc: httpx.TransportError, attempt: int) -> bool:
+    def may_retry(self, request: ApiRequest[object], exc: httpx.TransportError, attempt: int) -> bool:
         refused = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
         return request.safe and not refused and attempt < RETRIES_MAX
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from rota.cluster.live import Scheduler
+    from rota.cluster.sim.runs import CompareDocument, FillDocument, ReplayDocument, SimDocument
     from rota.service.api import JobBody
     from rota.service.control.submission import Submission
     from rota.service.jobfile.problems import Problem
@@ -19,6 +22,80 @@ if TYPE_CHECKING:
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
     from rota.spec.resources import Node
+
+    class SimRun(SimDocument):
+        """The document of ``rota sim run``."""
+
+        api: str
+        kind: str
+
+    class SimReplay(ReplayDocument):
+        """The document of ``rota sim run --log``."""
+
+        api: str
+        kind: str
+        log: str
+
+    class SimCompare(CompareDocument):
+        """The document of ``rota sim compare``."""
+
+        api: str
+        kind: str
+
+    class SimFill(FillDocument):
+        """The document of ``rota sim fgd``."""
+
+        api: str
+        kind: str
+
+
+class RunOptions(TypedDict, total=False):
+    """What ``run_sim`` takes beside the files and the profile."""
+
+    scale: float
+    seed: int
+    out_jobs: Path | None
+    all_jobs: bool
+    plots: Path | None
+
+
+class CompareOptions(TypedDict, total=False):
+    """What ``compare`` takes beside the files and the profiles."""
+
+    scale: float
+    seed: int
+    tolerance_s: float
+    plots: Path | None
+
+
+class SimCosts(TypedDict, total=False):
+    """The ``Overheads`` that flags set."""
+
+    start_s: float
+    checkpoint_s: float
+    restore_s: float
+    sharing_speed: float
+
+
+class ReplayedCase(TypedDict):
+    """One recorded case; ``why`` it failed."""
+
+    id: str
+    ok: bool
+    why: str | None
+
+
+class SimCases(TypedDict):
+    """The document of ``rota sim cases``."""
+
+    api: str
+    kind: str
+    passed: int
+    failed: int
+    cases: list[ReplayedCase]
+
+
+API = "rota/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +191,15 @@ def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
     return scheduler
 
 
-def _head(kind: str) -> dict[str, Any]:
-    return {"api": "rota/v1", "kind": kind}
-
-
-def sim_run(trace: Path, vcs: Path, profile: str, *, costs: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+def sim_run(trace: Path, vcs: Path, profile: str, *, costs: SimCosts, **given: Unpack[RunOptions]) -> SimRun:
     """``SimRun``: a trace played under a profile, as ``run_sim`` takes it. Raises TraceError and UnknownName."""
     from rota.cluster.sim.runs import run_sim
     from rota.cluster.sim.simulate import Overheads
 
-    return {**_head("SimRun"), **run_sim(trace, vcs, profile, overheads=Overheads(**costs), **given)}
+    return {"api": API, "kind": "SimRun", **run_sim(trace, vcs, profile, overheads=Overheads(**costs), **given)}
 
 
-def sim_replay(log: Path, profile: str) -> dict[str, Any]:
+def sim_replay(log: Path, profile: str) -> SimReplay:
     """``SimReplay``: the decisions of a recorded event log, made again and compared.
 
     ``log`` is the database of an installation, or a JSON document with ``records``. Raises BadInput and UnknownName.
@@ -136,7 +209,7 @@ def sim_replay(log: Path, profile: str) -> dict[str, Any]:
     from rota.job.core.placement import requests_of
 
     given = replayed(_records(log), get_profile(profile), requests_of)
-    return {**_head("SimReplay"), "log": log.name, **given}
+    return {"api": API, "kind": "SimReplay", "log": log.name, **given}
 
 
 def _records(log: Path) -> Iterator[Record]:
@@ -170,23 +243,24 @@ def _records(log: Path) -> Iterator[Record]:
         raise BadInput(f"--log {log}: not a recorded log: {error!r}") from error
 
 
-def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Any) -> dict[str, Any]:
+def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Unpack[CompareOptions]) -> SimCompare:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
     from rota.cluster.sim.runs import compare
 
-    return {**_head("SimCompare"), **compare(trace, vcs, profiles, **given)}
+    return {"api": API, "kind": "SimCompare", **compare(trace, vcs, profiles, **given)}
 
 
-def sim_cases(file: Path, profile: str) -> dict[str, Any]:
+def sim_cases(file: Path, profile: str) -> SimCases:
     """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form, and as ``load_proof``."""
     from rota.service.plans import load_proof
 
-    return {**_head("SimCases"), **load_proof("cases", "readers of recorded cases").run_cases(file, profile)}
+    found = load_proof("cases", "readers of recorded cases").run_cases(file, profile)
+    return cast("SimCases", {"api": API, "kind": "SimCases", **found})
 
 
-def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any]:
+def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> SimFill:
     """``SimFill``: a cluster filled with tasks under a placement. Raises TraceError and UnknownName."""
     from rota.cluster.sim.runs import fill
     from rota.runtime.clock import SystemClock
 
-    return {**_head("SimFill"), **fill(nodes, pods, policy, seed, SystemClock())}
+    return {"api": API, "kind": "SimFill", **fill(nodes, pods, policy, seed, SystemClock())}

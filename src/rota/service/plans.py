@@ -11,20 +11,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 import rota
 from rota.runtime.clock import SystemClock
 from rota.runtime.process import output_of
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, MissingExtra, RotaError, nearest
 from rota.spec.resources import counted
-from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
+from rota.train.plan.explain import PlanExplanation, explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
 from rota.train.plan.importers import from_galvatron, hardware_from_any, model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ModelShape, ParallelPlan
-from rota.train.plan.search import Scored, SearchResult, found_to_json, score, search
+from rota.train.plan.search import Predicted, Scored, SearchResult, found_to_json, score, search
 from rota.train.plan.space import SearchRequest, settings
 
 GPUS_TRIED_MAX = 65_536
@@ -35,7 +36,80 @@ CHECKOUT = Path(rota.__file__).resolve().parents[2]
 """Root of the checkout, where the package runs from one."""
 
 
-def read_json(path: Path, what: str) -> Any:
+class ClosestPlan(TypedDict):
+    """The plan that needs least memory."""
+
+    plan: JsonObject
+    needs_gib: float
+
+
+class NoPlanHelp(TypedDict):
+    """Why no plan fits, and what would help: the fewest devices, or other words."""
+
+    closest: ClosestPlan | None
+    smallest_gpus: int | None
+    cause: NotRequired[str]
+    helps: list[str]
+
+
+class SearchQuestion(TypedDict):
+    """What was asked of the search."""
+
+    model: JsonObject
+    hardware: JsonObject
+    gpus: int
+    memory_gib: float
+    batch: int
+    pins: Mapping[str, int]
+    allow: tuple[str, ...]
+
+
+class WrittenRunnerUp(TypedDict):
+    """A ``RunnerUp`` with its plan in JSON."""
+
+    plan: JsonObject
+    iteration_s: float
+    slower_pct: float
+    why: str
+
+
+class PlanSearch(TypedDict):
+    """``SearchDocument`` with plans in JSON, the question and its time; without a plan what would help."""
+
+    api: str
+    kind: str
+    plan: JsonObject | None
+    certificate: JsonObject
+    reason: NotRequired[str]
+    predicted: NotRequired[Predicted]
+    binds: NotRequired[str]
+    notes: NotRequired[list[str]]
+    runner_ups: NotRequired[list[WrittenRunnerUp]]
+    closest: NotRequired[ClosestPlan | None]
+    smallest_gpus: NotRequired[int | None]
+    cause: NotRequired[str]
+    helps: NotRequired[list[str]]
+    question: SearchQuestion
+    elapsed_s: float
+
+
+class PlanCalibration(TypedDict):
+    """The hardware that was measured, its figures with their spread, and the file that holds it."""
+
+    api: str
+    kind: str
+    hardware: JsonObject
+    measured: list[JsonObject]
+    file: str
+
+
+class PlanAnswer(PlanExplanation):
+    """``PlanExplanation`` with the verdict on other degrees, in JSON."""
+
+    why_not: NotRequired[JsonObject]
+
+
+def read_json(path: Path, what: str) -> object:
     """The content of a JSON file. Raises BadInput with path, line and column, also for a pipe."""
     try:
         with open(path, "rb", opener=_open_nowait) as file:
@@ -89,7 +163,7 @@ def search_document(
     allow: str,
     top: int,
     limit_s: float,
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> tuple[PlanSearch, tuple[str, ...]]:
     """The ``PlanSearch`` document and warnings. ``plan`` is None when nothing fits."""
     shape, warnings = model_from_json(read_json(model, "model"))
     described, shape = measured(hardware, shape)
@@ -110,15 +184,23 @@ def search_document(
     document = codec.to_json_value(found_to_json(found, question))
     if not found.best and found.certificate.complete:
         document |= _closest(question) if found.certificate.enumerated else _no_setting(question)
-    asked = {"model": codec.to_json_value(shape), "hardware": codec.to_json_value(question.hardware)}
-    asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch, "pins": question.pins, "allow": question.allow}
-    return {**document, "question": asked, "elapsed_s": round(clock.monotonic_s() - began_s, 3)}, warnings
+    asked: SearchQuestion = {
+        "model": codec.to_json_value(shape),
+        "hardware": codec.to_json_value(question.hardware),
+        "gpus": gpus,
+        "memory_gib": memory_gib,
+        "batch": batch,
+        "pins": question.pins,
+        "allow": question.allow,
+    }
+    taken_s = round(clock.monotonic_s() - began_s, 3)
+    return cast("PlanSearch", {**document, "question": asked, "elapsed_s": taken_s}), warnings
 
 
-def _closest(question: SearchRequest) -> dict[str, Any]:
+def _closest(question: SearchRequest) -> NoPlanHelp:
     """What would help: the plan that needs least memory, and the fewest devices on which something fits."""
     enough = search(replace(question, memory_gib=1e9), top=1).best
-    closest = None
+    closest: ClosestPlan | None = None
     if enough:
         least = least_memory(question)
         closest = {"plan": codec.to_json_value(least.plan), "needs_gib": least.memory_bytes / GIB}
@@ -134,7 +216,7 @@ def _closest(question: SearchRequest) -> dict[str, Any]:
     return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
 
 
-def _no_setting(question: SearchRequest) -> dict[str, Any]:
+def _no_setting(question: SearchRequest) -> NoPlanHelp:
     """Why there is no setting at all, whatever the memory: the nearest batches, or the pins, that would make one."""
     pinned = ",".join(f"{name}={value}" for name, value in question.pins.items())
     cause = f"no plan takes {counted(question.batch, 'sequence')} on {counted(question.gpus, 'device')}" + (
@@ -154,9 +236,7 @@ def _has_setting(question: SearchRequest) -> bool:
     return question.batch > 0 and any(True for _ in settings(question))
 
 
-def validate_document(
-    tables: Path, table: str, *, hardware: str = "", calibrate: int = 0, seed: int = 0
-) -> dict[str, Any]:
+def validate_document(tables: Path, table: str, *, hardware: str = "", calibrate: int = 0, seed: int = 0) -> JsonObject:
     """The ``PlanValidation`` document of one table of a file; ``calibrate`` points are fitted, 0 for none.
 
     Raises BadInput for a file, table or row that cannot be read, and as ``load_proof``.
@@ -177,7 +257,7 @@ def validate_document(
     )
 
 
-def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
+def calibrate_document(out: Path, *, ranks: int) -> PlanCalibration:
     """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``."""
     if ranks < 1:
         raise BadInput(f"--ranks: {ranks} is below 1")
@@ -189,24 +269,25 @@ def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
             f"calibrate: {' '.join(words)} failed, or took more than {CALIBRATE_S:g} s",
             hint="run it by itself to see why; it needs torch",
         )
-    found = json.loads(printed)
+    found: JsonObject = json.loads(printed)
     try:
         out.write_text(json.dumps(found["hardware"], indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise BadInput(f"{out}: {error.strerror or error}", hint="give a path that can be written") from error
-    return {"api": "rota/v1", "kind": "PlanCalibration", **found, "file": str(out)}
+    return cast("PlanCalibration", {"api": "rota/v1", "kind": "PlanCalibration", **found, "file": str(out)})
 
 
-def load_plan(path: Path) -> tuple[ParallelPlan, Mapping[str, Any]]:
+def load_plan(path: Path) -> tuple[ParallelPlan, JsonObject]:
     """A plan from a plan file or a search result, and the whole content."""
     raw = read_json(path, "plan")
-    inner = raw.get("plan", raw) if isinstance(raw, Mapping) else raw
+    content: JsonObject = raw if isinstance(raw, dict) else {}
+    inner = content.get("plan", raw)
     if inner is None:
         raise BadInput(f"{path}: the search found no plan")
-    return ParallelPlan.from_json(json.dumps(inner)), raw if isinstance(raw, Mapping) else {}
+    return ParallelPlan.from_json(json.dumps(inner)), content
 
 
-def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: str) -> dict[str, Any]:
+def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: str) -> PlanAnswer:
     """The ``PlanExplanation`` document; ``degrees`` (``tp=8,pp=1``) adds ``why_not``."""
     plan, raw = load_plan(path)
     question = _question(plan, raw.get("question"), model, hardware)
@@ -219,15 +300,16 @@ def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: 
     return codec.to_json_value(document)
 
 
-def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str) -> SearchRequest:
-    if model is None and not isinstance(asked, Mapping):
+def _question(plan: ParallelPlan, asked: object, model: Path | None, hardware: str) -> SearchRequest:
+    given: JsonObject | None = asked if isinstance(asked, dict) else None
+    if model is None and given is None:
         raise BadInput("--model: a bare plan does not say which model it is for", hint="give --model and --hardware")
-    source = read_json(model, "model") if model else asked["model"]
+    known = given or {}
+    source = read_json(model, "model") if model else known["model"]
     shape, _ = model_from_json(source)
     described = find_hardware(hardware) if hardware else None
     if described is None:
-        described = hardware_from_json(asked["hardware"]) if isinstance(asked, Mapping) else find_hardware("")
-    known: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
+        described = find_hardware("") if given is None else hardware_from_json(known["hardware"])
     return SearchRequest(
         model=shape,
         hardware=described,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rota.runtime.clock import Clock, iso
@@ -25,6 +25,7 @@ from rota.runtime.secrets import Vault
 from rota.service.control.loop import ServiceLoop
 from rota.service.views.job_history import JobHistory
 from rota.spec import events as e
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotAllowed, RotaError, UnknownName
 from rota.spec.events import Record, WebhookRemoved, WebhookSet
 from rota.spec.resources import Health
@@ -267,7 +268,7 @@ class Notifier:
         if target.queue and (history is None or f"{history.queue}/".find(f"{target.queue}/") != 0):
             return None
         event = record.event
-        document: dict[str, Any] = {"api": "rota/v1", "kind": "Notice", "event": kind, "number": record.number}
+        document: JsonObject = {"api": "rota/v1", "kind": "Notice", "event": kind, "number": record.number}
         document |= {"at": iso(record.at), "job": record.job, "node": getattr(event, "node", None)}
         document |= {"reason": getattr(event, "reason", None), "text": getattr(event, "text", "")}
         if history is not None:

@@ -149,11 +149,11 @@ class Table:
     extra: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
 
-    def __call__(self, term: Terminal, document: Mapping[str, Any]) -> None:
+    def __call__(self, term: Terminal, document: Mapping[str, object]) -> None:
         """Draw it: ``flags.answer(ask, TABLE)``."""
         self.print(term, self.rows(document))
 
-    def print(self, term: Terminal, rows: Iterable[Any]) -> None:
+    def print(self, term: Terminal, rows: Iterable[object]) -> None:
         """Draw these rows."""
         made = [{name: _cell(column, row) for name, column in self.columns.items()} for row in rows]
         if not made and self.empty:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rota.runtime import environ
 from rota.runtime.environ import Home
@@ -14,9 +14,13 @@ from rota.runtime.ray.client import RECORD, GatewayClient
 from rota.runtime.ray.engine import EngineSettings, find_engine
 from rota.runtime.redis.server import find_running
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
 from rota.spec.resources import Node
+
+if TYPE_CHECKING:
+    from rota.service.views.jobs import HeartbeatFields
 
 MASTER_TARGET = "rota.job.master.master:Master"
 STATUS_TIMEOUT_S = 2.0
@@ -42,11 +46,11 @@ class Engine(Protocol):
         """Jobs of which anything lives in the engine; none while the engine was not started."""
         ...
 
-    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+    async def beats(self, job: JobId) -> dict[str, HeartbeatFields]:
         """The last heartbeat of each instance ``role/rank`` at its master; empty while no master answers."""
         ...
 
-    async def why(self, job: JobId) -> dict[str, Any]:
+    async def why(self, job: JobId) -> JsonObject:
         """Wait graph of a job, as its master sees it now; empty while no master answers."""
         ...
 
@@ -56,7 +60,7 @@ class Engine(Protocol):
         """Run a command beside an instance to its end: what ``execute_command`` gives; None when that does not run."""
         ...
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
 
@@ -90,10 +94,10 @@ class NoEngine:
     async def jobs(self) -> tuple[JobId, ...]:
         return ()
 
-    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+    async def beats(self, job: JobId) -> dict[str, HeartbeatFields]:
         return {}
 
-    async def why(self, job: JobId) -> dict[str, Any]:
+    async def why(self, job: JobId) -> JsonObject:
         return {}
 
     async def execute(
@@ -101,7 +105,7 @@ class NoEngine:
     ) -> ExecResult | None:
         return None
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
 
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
@@ -151,7 +155,7 @@ class GatewayEngine:
         with _unavailable_of():
             return await self._client.list_jobs()
 
-    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+    async def beats(self, job: JobId) -> dict[str, HeartbeatFields]:
         if not self._started or not self._client.connected:
             return {}
         try:
@@ -160,7 +164,7 @@ class GatewayEngine:
             return {}
         return dict(found["beats"]) if found else {}
 
-    async def why(self, job: JobId) -> dict[str, Any]:
+    async def why(self, job: JobId) -> JsonObject:
         if not self._started or not self._client.connected:
             return {}
         try:
@@ -174,11 +178,11 @@ class GatewayEngine:
         with _unavailable_of(job):
             return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         gateway = RunFolder(self._home.run).find_alive(RECORD)
         registry = await asyncio.to_thread(find_running, self._home)
         later = {"state": "off"} | ({} if self._started else {"text": "starts with the first job"})
-        parts: dict[str, Any] = {
+        parts: JsonObject = {
             "gateway": {"restarts": max(0, self._client.restarts - 1)}
             | ({"pid": None, **later} if gateway is None else {"state": "up", "pid": gateway.pid}),
             "engine": later,
@@ -188,7 +192,7 @@ class GatewayEngine:
             parts |= await self._engine_part()
         return parts
 
-    async def _engine_part(self) -> Mapping[str, Any]:
+    async def _engine_part(self) -> Mapping[str, object]:
         try:
             return {"engine": await self._client.engine_status(timeout_s=STATUS_TIMEOUT_S)}
         except (EngineUnavailable, TimedOut) as error:

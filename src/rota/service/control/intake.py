@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rota.cluster.sim.forecast import Forecast
 from rota.job.core.graph import blast_radius, expand
@@ -19,6 +19,7 @@ from rota.service.jobfile.reader import problems_of, read_job
 from rota.service.views.job_history import JobHistory
 from rota.spec import codec
 from rota.spec.check import fixed_size, unenforced
+from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     BadInput,
     IdempotencyConflict,
@@ -34,6 +35,9 @@ from rota.spec.ids import JobId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    from rota.service.models.cluster import PlannedRole
 
 PARSE_TIMEOUT_S = 2.0
 SEARCH_WAIT_S = 20.0
@@ -79,7 +83,7 @@ class Intake:
             await self._loop.append([event], job=job, expected_seq=0)
         return self._loop.installation.jobs[job], True
 
-    async def plan(self, given: Submission, *, caller: Caller | None) -> dict[str, Any]:
+    async def plan(self, given: Submission, *, caller: Caller | None) -> JsonObject:
         """What would happen: roles, gangs, placement on the cluster as it is, blast radius of each role.
 
         Raises what ``submit`` raises, and JobFileError also for all workloads that cannot be imported.
@@ -196,7 +200,7 @@ class Intake:
         return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
 
 
-def _from_json(raw: dict[str, Any]) -> JobSpec:
+def _from_json(raw: JsonObject) -> JobSpec:
     try:
         spec = JobSpec.from_json(raw)
     except (TypeError, ValueError, KeyError) as error:
@@ -224,9 +228,9 @@ def _unread(raw: Any, read: Any, path: str) -> tuple[str, str, list[str]] | None
     return None
 
 
-def _roles(spec: JobSpec) -> list[dict[str, Any]]:
+def _roles(spec: JobSpec) -> list[PlannedRole]:
     graph = expand(spec)
-    rows: list[dict[str, Any]] = []
+    rows: list[PlannedRole] = []
     for role in spec.roles:
         radius = blast_radius(spec, graph, role.name)
         rows.append(

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
@@ -18,6 +17,7 @@ from rota.runtime import environ
 from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
 from rota.spec.check import Finding, image_refused
+from rota.spec.codec import JsonObject
 from rota.spec.errors import JobFileError
 from rota.spec.ids import RoleName
 from rota.spec.job import Interface, JobSpec
@@ -41,7 +41,7 @@ class Submission:
     filename: str = "job.yaml"
     sets: tuple[str, ...] = ()
     workdir: str = ""
-    spec: dict[str, Any] | None = None
+    spec: JsonObject | None = None
     ignore_image: bool = False
 
     @property
@@ -146,7 +146,7 @@ def _fault(path: check.Path, text: str) -> Finding:
     return Finding(path=path, message=text, code=str(Reason.IMPORT_ERROR))
 
 
-def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Refused:
+def _completed(spec: JobSpec, found: dict[str, JsonObject]) -> JobSpec | Refused:
     bad = {role: answer for role, answer in found.items() if "error" in answer}
     if bad:
         return Refused(

@@ -235,7 +235,7 @@ SIZE = Measure("a size with a unit, for example 512MiB", parse_size, size_text)
 class OneOf(Kind[str]):
     """One word of a closed list: the choices of a ``Literal``."""
 
-    def __init__(self, literal: Any) -> None:
+    def __init__(self, literal: object) -> None:
         self.choices: tuple[str, ...] = get_args(literal)
         self.words = " \\| ".join(f"`{choice}`" for choice in self.choices)
 

@@ -14,13 +14,14 @@ from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypeAliasType, TypedDict, get_type_hints, is_typeddict
 
 from rota.runtime.clock import iso
+from rota.spec.codec import JsonObject
 
 API = "rota/v1"
 T = TypeVar("T")
 _TIME = "time"
 Moment = Annotated[str, _TIME]
 """Time in UTC, ISO 8601 with milliseconds; ``document`` makes it of Unix seconds."""
-Fields = dict[str, Any]
+Fields = JsonObject
 """Values whose names depend on what they explain: a reason, a decision, an edit."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from rota.service.models.base import Closed, Fields, Headed, Moment, Resources, Spread, Why
 from rota.service.models.jobs import BundleRow, SizedPlanRow
 from rota.service.models.reasons import Ahead, StartChange, TallyRow, VictimRow
+from rota.spec.codec import JsonObject
 
 
 class DeviceRow(Closed):
@@ -194,7 +195,7 @@ class StatusDocument(Headed):
     install_epoch: int
     profile: str
     pretend: str | None
-    parts: dict[str, dict[str, Any]]
+    parts: dict[str, JsonObject]
     cluster: ClusterTotals
     warnings: list[str]
 
@@ -419,7 +420,7 @@ class PlanReport(Headed):
     explanation: DryRunExplanation
     notes: list[str]
     roles: list[PlannedRole]
-    gangs: list[dict[str, Any]]
+    gangs: list[JsonObject]
     subgraphs: list[list[str]]
     placement: GrantedPlacement | None
-    spec: dict[str, Any]
+    spec: JsonObject

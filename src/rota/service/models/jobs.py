@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from pydantic import ConfigDict
 from typing_extensions import TypeAliasType, TypedDict
 
 from rota.service.models.base import Closed, Fields, Headed, Member, Moment, Resources, Timed
+from rota.spec.codec import JsonObject
 
 JobStateName = TypeAliasType(
     "JobStateName",
@@ -243,8 +244,8 @@ class EditRow(Timed):
     """An edit with the spec before and after it."""
 
     by: str
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: JsonObject
+    after: JsonObject
 
 
 class JobSpecDocument(Headed):
@@ -255,7 +256,7 @@ class JobSpecDocument(Headed):
     source: str
     filename: str
     digest: str
-    spec: dict[str, Any]
+    spec: JsonObject
     edits: list[EditRow]
 
 

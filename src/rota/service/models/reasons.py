@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from rota.service.models.base import Closed, Fields, Headed, Member, Moment, Timed, Why
 from rota.service.models.jobs import JobError, JobStateName, LossFields, SizedPlanRow
+from rota.spec.codec import JsonObject
 
 
 class QueueUse(Closed):
@@ -37,7 +38,7 @@ class Ahead(Closed):
 class StartChange(Closed):
     """A change that would let the job start now; ``change`` is ``{set, value}``."""
 
-    change: dict[str, Any]
+    change: JsonObject
     text: str
     cost: str
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 from urllib.parse import quote
 
 from rota.runtime import environ, process
@@ -30,8 +30,23 @@ from rota.runtime.ray.client import RECORD, GatewayFiles
 from rota.service.config import Settings
 from rota.service.http import RECORD_REMEDY
 from rota.service.jobfile.problems import cannot_use
+from rota.spec.codec import JsonObject
 from rota.spec.errors import Conflict, NotReachable, RotaError, StoreCorrupt, TimedOut
 from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    from rota.service.models.cluster import StatusDocument
+
+    class LocalStatus(StatusDocument):
+        """The Status document of a service on this machine, with the address of its page."""
+
+        login: str
+
+    class UpDocument(LocalStatus):
+        """The same after ``up``; ``started``: it did not run before."""
+
+        started: bool
+
 
 UP_TIMEOUT_S = 60.0
 STOP_JOBS_S = 60.0
@@ -68,6 +83,16 @@ class ServiceRecord(TypedDict):
     pretend: str
 
 
+class IdleStatus(TypedDict):
+    """The Status document where no service runs; what is ``still_running`` all the same."""
+
+    api: str
+    kind: str
+    state: str
+    home: str
+    still_running: list[str]
+
+
 class DownDocument(TypedDict):
     """What ``down`` ended, and what it could not end."""
 
@@ -81,7 +106,7 @@ class DownDocument(TypedDict):
     still_running: list[int]
 
 
-def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
+def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> UpDocument:
     """Start the service, or find the one that runs; the Status document, with ``login`` for the page.
 
     After a kill of the service this adopts everything that continued without it. Raises NotReachable (port taken, cause
@@ -98,7 +123,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
         ensure_supervisor(settings, home)
     document = ask(home, "GET", "/api/v1/status")
-    return document | {"started": started, "login": login_url(home)}
+    return cast("UpDocument", document | {"started": started, "login": login_url(home)})
 
 
 def login_url(home: Home) -> str:
@@ -157,7 +182,7 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
     return _down_document(ended, left, stopped, text, live)
 
 
-def status(settings: Settings) -> dict[str, Any]:
+def status(settings: Settings) -> LocalStatus | IdleStatus:
     """The Status document; ``state`` is ``down`` when no service runs here."""
     home = Home.of(settings.home)
     record = find_service(home)
@@ -165,7 +190,7 @@ def status(settings: Settings) -> dict[str, Any]:
         rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
         rest = rest or [f"{_kind(home, one)} (process {one.pid})" for one in _unrecorded(home)]
         return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
-    return ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"}
+    return cast("LocalStatus", ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"})
 
 
 def find_service(home: Home) -> ServiceRecord | None:
@@ -198,7 +223,7 @@ def _found(home: Home) -> ServiceRecord | None:
         return None
 
 
-def ask(home: Home, method: str, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+def ask(home: Home, method: str, path: str, body: Mapping[str, object] | None = None) -> JsonObject:
     """One request to the local service with the admin token. Raises NotReachable, or RotaError for a refusal."""
     record = find_service(home)
     if record is None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from functools import cache
-from typing import Any, get_args
+from typing import get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +23,7 @@ from rota.service.models.base import ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
 from rota.service.rest.deps import AppState, asked_line, auth_request
 from rota.service.rest.routes import accounts, cluster, jobs, page, streams
+from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     JobFileError,
     LimitExceeded,
@@ -58,7 +59,7 @@ _HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 408: "TIMED_
 
 
 _REFS = "#/components/schemas/{model}"
-_REFUSAL: dict[int | str, dict[str, Any]] = {
+_REFUSAL: dict[int | str, JsonObject] = {
     "default": {
         "description": "A refusal, as RFC 9457 describes it",
         "content": {PROBLEM: {"schema": {"$ref": _REFS.format(model=ProblemDocument.__name__)}}},
@@ -69,7 +70,7 @@ _REFUSAL: dict[int | str, dict[str, Any]] = {
 class Application(FastAPI):
     """FastAPI whose description names the document of every refusal."""
 
-    def openapi(self) -> dict[str, Any]:
+    def openapi(self) -> JsonObject:
         """The OpenAPI document."""
         found = super().openapi()
         problem = TypeAdapter(ProblemDocument).json_schema(ref_template=_REFS)
@@ -237,7 +238,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
     return problem(request, status=422, code="INVALID", detail=detail, exit=2, errors=errors)
 
 
-def _plain(request: Request, raw: dict[str, Any]) -> Problem:
+def _plain(request: Request, raw: JsonObject) -> Problem:
     """What is wrong with a parameter or a part of the body, in our words where pydantic's name no remedy."""
     kind, loc = str(raw["type"]), [str(part) for part in raw["loc"]]
     message, hint = str(raw["msg"]).removeprefix("Value error, "), ""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from rota.runtime.clock import Clock, iso
@@ -22,6 +22,7 @@ from rota.runtime.process import write_private
 from rota.runtime.random import Chance, secret_token
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
 from rota.service.models.accounts import AuditLine
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt, StoreUnavailable
 from rota.spec.events import TokenMade
 
@@ -300,7 +301,7 @@ class Audit:
         text = f"nothing was done: the audit {self._path} cannot be written: {error.strerror}"
         return StoreUnavailable(text, hint="free space on that disk, then ask again")
 
-    def _write(self, line: dict[str, Any], path: Path | None = None) -> None:
+    def _write(self, line: JsonObject, path: Path | None = None) -> None:
         """Add one line. Blocks for as long as one small write takes."""
         path = path or self._path
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
@@ -321,8 +322,8 @@ class Audit:
 
         ``status`` is None of one that is under way or whose service died before it answered.
         """
-        found: deque[dict[str, Any]] = deque(maxlen=count)
-        open_ones: dict[str, dict[str, Any]] = {}
+        found: deque[JsonObject] = deque(maxlen=count)
+        open_ones: dict[str, JsonObject] = {}
         for line in _lines(self._path):
             if "at" not in line:
                 open_ones.get(line.get("request_id", ""), {}).update(line)
@@ -341,7 +342,7 @@ def _older(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[JsonObject]:
     for one in (_older(path), path):
         if one.exists():
             with one.open(encoding="utf-8") as file:

@@ -14,6 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rota.spec.codec import JsonObject
+
 HEAD_S = 10.0
 """From the opening of a connection, or its last answer, until the next request has come up to its body."""
 CONNECTIONS_MAX = 1024
@@ -175,7 +177,7 @@ def watch_accepts(loop: asyncio.AbstractEventLoop) -> None:
     """A process without a free descriptor says so in a line a minute: the loop would log thousands of tracebacks."""
     limited = RateLimitedLog(loop.time)
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle(loop: asyncio.AbstractEventLoop, context: JsonObject) -> None:
         error = context.get("exception")
         if "socket" in context and isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
             limited.warn(f"no connection can be taken: {error.strerror}; raise the limit of open files (ulimit -n)")

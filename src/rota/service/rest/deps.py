@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import AfterValidator
@@ -278,8 +278,7 @@ class JobAccess:
 
     async def beats(self) -> Mapping[str, HeartbeatFields]:
         """The last heartbeat of each instance; none of a job without a master."""
-        found = await self.app.engine.beats(self.job.id) if self.has_master else {}
-        return cast("Mapping[str, HeartbeatFields]", found)
+        return await self.app.engine.beats(self.job.id) if self.has_master else {}
 
     @property
     def has_master(self) -> bool:

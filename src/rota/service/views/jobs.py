@@ -233,7 +233,7 @@ def instance_row(job: JobHistory, one: InstanceHistory, beat: HeartbeatFields | 
 
 
 def _progress_report(beat: HeartbeatFields) -> ProgressReport:
-    older: dict[str, Any] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}  # what an older process does not send
+    older: dict[str, float] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}  # what an older process does not send
     return document(
         ProgressReport,
         beat,

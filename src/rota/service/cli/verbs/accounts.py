@@ -98,7 +98,7 @@ def token(
     return 0
 
 
-def _in_use(flags: Flags) -> dict[str, Any]:
+def _in_use(flags: Flags) -> dict[str, str]:
     from rota.service.http import find_service
 
     address = find_service(flags.server, flags.token)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted, format_size, parse_duration
+
+if TYPE_CHECKING:
+    from rota.service.models.base import Resources
 
 
 def now() -> datetime:
@@ -77,13 +80,20 @@ def labels(raw: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in raw.items())
 
 
-def replicas(role: Mapping[str, Any], *, now: bool = False) -> str:
+class ReplicaRange(TypedDict):
+    """The part of a role that says how many instances it may have."""
+
+    replicas: int
+    replicas_max: int
+
+
+def replicas(role: ReplicaRange, *, now: bool = False) -> str:
     """How many instances a role has, or ``MIN..MAX`` where that may change and it has none yet."""
     least, most = role["replicas"], role.get("replicas_max") or role["replicas"]
     return f"{least}..{most}" if most > least and not now else f"{least}"
 
 
-def resources(raw: Mapping[str, Any]) -> str:
+def resources(raw: Resources) -> str:
     """``1 cpu, 2 gpu H100, 4GiB`` of a role."""
     parts = [f"{amount(raw.get('cpus'))} cpu"]
     if raw.get("gpus"):

@@ -16,6 +16,7 @@ from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, replicas, shortened
 from rota.service.cli.verbs.jobs import state_text, stream_table
 from rota.service.client import Client
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
 from rota.spec.states import JobState
@@ -339,13 +340,13 @@ def top(
             sleep(pause_s)
 
 
-def _look(client: Client, job: str) -> dict[str, Any]:
+def _look(client: Client, job: str) -> JsonObject:
     names = [job] if job else [one["id"] for one in client.jobs(limit=JOBS_MAX)["items"] if _runs(one["state"])]
     items = [_row(document, one) for document in map(client.job, names) for one in document["instances"]]
     return {"kind": "Top", "items": items, "next": None}
 
 
-def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
+def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> JsonObject:
     told = one.get("progress") or {}
     return {
         "job": job["id"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict, get_args
 
 from cyclopts import Parameter
 
@@ -248,7 +248,7 @@ def set_(
     """
     if not changes:
         raise BadInput("missing change", hint="rota set JOB priority=80")
-    wanted: dict[str, Any] = {}
+    wanted: dict[str, object] = {}
     for change in changes:
         path, equals, value = change.partition("=")
         if not equals:
@@ -326,13 +326,23 @@ def resume(*job: JOBS_OF, flags: Flags = DEFAULT_FLAGS) -> int:
     return _each("resume", job, lambda client, one: client.resume(one), flags)
 
 
+class ActionRow(TypedDict):
+    """What became of an action on one job: its new ``state``, or the ``code`` of a refusal."""
+
+    job: str
+    done: bool
+    state: NotRequired[str]
+    code: NotRequired[str]
+    text: str
+
+
 def _each(
     action: str, ids: Sequence[str], ask: Callable[[Client, str], JobDocument], flags: Flags, *, also: str = ""
 ) -> int:
     """Ask one thing of every job, a row each; when one refuses, the others are still asked. The worst exit status."""
     if not ids:
         raise BadInput("which job?", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
-    items: list[dict[str, Any]] = []
+    items: list[ActionRow] = []
     worst = 0
     with flags.client() as client:
         for one in ids:

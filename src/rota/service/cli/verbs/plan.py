@@ -40,8 +40,17 @@ def search(
     from rota.service.plans import search_document
 
     terminal = flags.terminal()
-    asked: dict[str, Any] = {"gpus": gpus, "memory_gib": memory, "batch": batch, "pins": pin, "allow": allow}
-    document, warnings = search_document(model=model, hardware=hardware, top=top, limit_s=limit_s, **asked)
+    document, warnings = search_document(
+        model=model,
+        hardware=hardware,
+        gpus=gpus,
+        memory_gib=memory,
+        batch=batch,
+        pins=pin,
+        allow=allow,
+        top=top,
+        limit_s=limit_s,
+    )
     for warning in warnings:
         terminal.note(f"warning: {warning}")
     terminal.show(document, lambda term: _found(term, document, memory))

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.service.cli.verbs.formatting import ago_s, amount, replicas, resources, shortened
+from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, amount, replicas, resources, shortened
 from rota.service.jobfile.problems import Problem
 from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
@@ -228,7 +228,10 @@ def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> in
     check_job(spec, body, _leaves(flags))
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
-    most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}
+    most: ReplicaRange = {
+        "replicas": counts["instances"],
+        "replicas_max": sum(role.replicas_max for role in spec.roles),
+    }
     words = f"{counted(counts['roles'], 'role')}, {counted(replicas(most), 'instance')}"
     terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
     return 0

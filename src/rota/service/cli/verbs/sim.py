@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,6 +14,9 @@ from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import amount, lasting
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.offline import CompareOptions, RunOptions, SimCosts
 
 TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
 VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
@@ -59,15 +62,19 @@ def run(
     if trace is None or vcs is None:
         raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
-    costs = {"start_s": start_s, "checkpoint_s": checkpoint_s, "restore_s": restore_s}
-    for name, seconds in costs.items():
+    for flag, seconds in (("start-s", start_s), ("checkpoint-s", checkpoint_s), ("restore-s", restore_s)):
         if not 0 <= seconds < float("inf"):
-            raise BadInput(f"--{name.replace('_', '-')} {seconds:g}: a number of seconds, 0 or more")
+            raise BadInput(f"--{flag} {seconds:g}: a number of seconds, 0 or more")
     if not 0 < sharing_speed <= 1:
         raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
-    costs |= {"sharing_speed": sharing_speed}
-    given = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots, "costs": costs}
-    return flags.tell(lambda: sim_run(trace, vcs, profile, **given), partial(_run, jobs=jobs))
+    costs: SimCosts = {
+        "start_s": start_s,
+        "checkpoint_s": checkpoint_s,
+        "restore_s": restore_s,
+        "sharing_speed": sharing_speed,
+    }
+    given: RunOptions = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots}
+    return flags.tell(lambda: sim_run(trace, vcs, profile, costs=costs, **given), partial(_run, jobs=jobs))
 
 
 def compare(
@@ -93,7 +100,7 @@ def compare(
     if not names:
         raise BadInput("--profiles names none", hint="for example private,pool")
     _positive(scale)
-    given = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
+    given: CompareOptions = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
     return flags.tell(lambda: sim_compare(trace, vcs, names, **given), _compare)
 
 

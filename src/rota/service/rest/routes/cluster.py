@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -46,6 +46,7 @@ from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, appen
 from rota.service.templates import about, template_files, template_names
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree, usage_report
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
 from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
@@ -91,7 +92,7 @@ class QueuesBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    queues: Annotated[list[dict[str, Any]], STORABLE] = []
+    queues: Annotated[list[JsonObject], STORABLE] = []
     source: str = ""
     filename: str = "queues.yaml"
     dry_run: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -47,6 +47,7 @@ from rota.service.views.graph import graph_document, trace_document
 from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import JobFilter, job_list
 from rota.service.views.reasons import estimate_document, explanation, failure_list, why_document
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, NotAllowed, VersionMismatch
 from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId, RoleName
@@ -76,7 +77,7 @@ class SubmitBody(BaseModel):
     filename: Annotated[str, Field(max_length=4096), STORABLE] = "job.yaml"
     sets: list[str] = []
     workdir: Annotated[str, Field(max_length=4096), STORABLE] = ""
-    spec: Annotated[dict[str, Any] | None, STORABLE] = None
+    spec: Annotated[JsonObject | None, STORABLE] = None
     ignore_image: bool = False
 
     def submission(self) -> Submission:
@@ -119,7 +120,7 @@ class ChangeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    changes: Annotated[dict[str, Any], STORABLE]
+    changes: Annotated[JsonObject, STORABLE]
 
 
 @router.post("/jobs", status_code=201)

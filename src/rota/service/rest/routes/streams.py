@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -25,6 +25,7 @@ from rota.service.models.jobs import LogLine as LogLineDocument
 from rota.service.rest.deps import AppState, Asker, Parts, ReadJob, check_attempt, member_of
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import without_password
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName, unknown
 from rota.spec.events import KINDS, AccountEvent, JobEnded, Record, WebhookSet, event_to_json
 from rota.spec.ids import JobId
@@ -36,7 +37,7 @@ NUMBER_MAX = 2**62
 
 router = APIRouter(prefix="/api/v1", tags=["streams"])
 
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {EVENT_STREAM: {}}}}
+_STREAM: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
 """What the routes answer beside a page: the same items as they come."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 

@@ -18,13 +18,13 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rota.job.inspect import not_while_imported
-from rota.job.workload import FLOW, interface_of
+from rota.job.workload import FLOW, F, interface_of
 from rota.spec import job as model
 from rota.spec.errors import BadInput
 from rota.spec.ids import NAME_PATTERN, RoleName
@@ -199,7 +199,7 @@ class Job:
         self._spec = replace(self._spec, roles=(*self._spec.roles, spec))
         return Role(spec)
 
-    def loop(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def loop(self, function: F) -> F:
         """Decorator: this async function of one Flow is the loop of the job, role ``loop``."""
         if not inspect.iscoroutinefunction(function):
             raise BadInput(f"{function.__name__} must be an async function of one Flow argument")

@@ -55,7 +55,7 @@ class Unfit:
     text: str
 
 
-class Work(Protocol):
+class GroupWork(Protocol):
     """A send, a receive or a collective under way."""
 
     def wait(self, timeout: timedelta, /) -> object:
@@ -63,15 +63,15 @@ class Work(Protocol):
         ...
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """What the checks use of a ``torch.distributed.ProcessGroup``."""
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work: ...
-    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> GroupWork: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> GroupWork: ...
+    def allreduce(self, tensors: list[Tensor], /) -> GroupWork: ...
 
 
-class Store(Protocol):
+class RankStore(Protocol):
     """What the checks use of a ``torch.distributed.Store``."""
 
     def set(self, key: str, value: str, /) -> object: ...
@@ -146,7 +146,9 @@ def compute(devices: int) -> list[Unfit]:
     return []
 
 
-def pairwise(group: Group, store: Store, rank: int, world: int, device: str, *, limit_s: float = PAIR_MAX_S) -> Verdict:
+def pairwise(
+    group: RankGroup, store: RankStore, rank: int, world: int, device: str, *, limit_s: float = PAIR_MAX_S
+) -> Verdict:
     """Who of a mesh is broken or slow, from products and sums of pairs; every member calls it, and all learn the same.
 
     Blocks for twice ``limit_s`` a round at most, and longer where one good member has to measure several others.
@@ -156,7 +158,7 @@ def pairwise(group: Group, store: Store, rank: int, world: int, device: str, *, 
 
 
 def _round(
-    group: Group, store: Store, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
+    group: RankGroup, store: RankStore, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
 ) -> dict[Pair, float | None]:
     """Seconds that each pair of a round took. Both members report; a pair failed if one says so, or none in time."""
     turns = max(Counter(n for pair in pairs for n in pair).values(), default=0)
@@ -174,7 +176,7 @@ def _round(
     return found
 
 
-def _pair(group: Group, rank: int, pair: Pair, device: str, limit_s: float) -> float | None:
+def _pair(group: RankGroup, rank: int, pair: Pair, device: str, limit_s: float) -> float | None:
     """Seconds in which both members of a pair multiply and add their numbers up; None when it fails or is wrong."""
     torch: Any = importlib.import_module("torch")
     other, clock, best_s = sum(pair) - rank, SystemClock(), math.inf
@@ -213,7 +215,7 @@ def slow_text(factor: float) -> str:
     return f"this node takes {factor:.1f} times as long as others for a product and a sum with them; look at its load"
 
 
-def collective(group: Group, rank: int, world: int, device: str) -> list[Unfit]:
+def collective(group: RankGroup, rank: int, world: int, device: str) -> list[Unfit]:
     """What is wrong with a sum over all members of a mesh; every member calls it. Blocks for a minute at most."""
     torch: Any = importlib.import_module("torch")
     numbers = torch.arange(COLLECTIVE_N, device=device) % 1000

@@ -22,28 +22,41 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rota.job import checkpoint
 from rota.job.checkpoint import CheckpointTimer, folder_of, prune
+from rota.job.core.ledger import FlowCut
 from rota.job.core.progress import bad_losses
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
-from rota.job.instance.handles import DeviceLease, Forgotten, RoleHandle, Roles, StreamHandles, absent, gradient_edges
+from rota.job.instance.handles import (
+    DeviceLease,
+    Forgotten,
+    PendingCall,
+    RoleHandle,
+    Roles,
+    StreamHandles,
+    absent,
+    gradient_edges,
+)
 from rota.job.instance.operations import SYNC
 from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
 from rota.job.instance.streams import Streams
 from rota.job.rpc import payload
 from rota.job.rpc.client import Request, in_order
 from rota.job.rpc.dispatch import of_items
-from rota.job.rpc.peers import Peer, PeerTable, master_handle
+from rota.job.rpc.peers import CommitCheckpoint, CommitDone, CommitRefused, Peer, PeerTable, master_handle
 from rota.job.workload import FLOW
 from rota.runtime.launcher import Call, CallTimeout, ProcessGone
+from rota.spec.codec import JsonObject
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch
 from rota.spec.job import Checkpoint, RoleSpec
+from rota.tensors.api.store import Plane
 
+T = TypeVar("T")
 COMMIT_ANSWER_S = 10.0
 """A commit without an answer is sent again after this; the master answers a repeated one from the log."""
 SAVE_MAX_S = 1800.0
@@ -57,14 +70,14 @@ CANCEL_MAX_S = 30.0
 class Flow:
     """What the loop of a job gets. Its methods belong to the event loop that runs the function."""
 
-    def __init__(self, config: InstanceConfig, setup: Setup, committed: int, cut: Mapping[str, Any]) -> None:
+    def __init__(self, config: InstanceConfig, setup: Setup, committed: int, cut: FlowCut) -> None:
         ctx = make_context(config, setup)
         self.job: str = config.place.job
         self.committed = committed
         """Number of the last commit; 0 at the start of a job."""
         self.spec = config.spec
         self.seed = config.spec.seed
-        self.kept: dict[str, Any] = dict(cut.get("kept", {}))
+        self.kept: JsonObject = dict(cut.get("kept", {}))
         """JSON values of the loop, such as the state of a random generator: part of each commit."""
         self.output_dir: Path = ctx.output_dir
         self.checkpoint_dir: Path = ctx.checkpoint_dir
@@ -133,7 +146,7 @@ class Flow:
             sys.stderr.write(f"rota: warning: {line}\n")
         sys.stderr.flush()
 
-    async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, role: RoleSpec, op: OpSpec, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call an operation; see ``calls.RpcClient`` for what it raises."""
         await self.settle()
         rpc, epoch = self._config.rpc, self._epoch
@@ -147,12 +160,12 @@ class Flow:
             finally:
                 self._config.marks.touch()
 
-    async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         return await self._config.rpc.call(role, op, args, kwargs, loop_epoch=self._epoch)
 
     async def stream(
-        self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AsyncGenerator[tuple[int, Any], None]:
+        self, role: RoleSpec, op: OpSpec, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> AsyncGenerator[tuple[int, object], None]:
         """(index, result) of each item as it finishes."""
         await self.settle()
         async with self._leases.of(role):
@@ -166,7 +179,7 @@ class Flow:
             finally:
                 await self.in_control(found.aclose())
 
-    def gradients(self, source: str, batch: Any, *rest: Any) -> Coroutine[Any, Any, Any]:
+    def gradients(self, source: str, batch: object, *rest: object) -> PendingCall:
         """Train over the gradient edge that leaves ``source`` (``role.op``): the merged answers of its other end.
 
         ``batch`` goes to ``source``, what that makes and ``rest`` to the other end, gradients back. The roles step
@@ -174,7 +187,7 @@ class Flow:
         """
         return self.forgotten.call("gradients", partial(self._gradients, source, batch, rest))
 
-    async def _gradients(self, source: str, batch: Any, rest: tuple[Any, ...]) -> Any:
+    async def _gradients(self, source: str, batch: object, rest: tuple[object, ...]) -> object:
         await self.settle()
         edge = self._edges.get(source)
         if edge is None:
@@ -187,7 +200,11 @@ class Flow:
                 self._config.marks.touch()
 
     def commit(
-        self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None, **named: Any
+        self,
+        *given: int | Mapping[str, object],
+        n: int | None = None,
+        metrics: Mapping[str, object] | None = None,
+        **named: object,
     ) -> Awaitable[int]:
         """Make everything since the last commit durable: ``commit(metrics)``, ``commit(n, metrics=...)`` or
         ``commit(loss=0.1)``.
@@ -235,7 +252,7 @@ class Flow:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
 
-    async def _commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> int:
+    async def _commit(self, n: int, metrics: JsonObject, kept: JsonObject) -> int:
         await self.in_control(self._save_and_commit(n, metrics, kept))
         self._config.marks.mark(n, "commits")
         self.committed = n
@@ -243,7 +260,7 @@ class Flow:
 
     # -- in the control thread ----------------------------------------------------------------------------------------
 
-    async def in_control(self, work: Any) -> Any:
+    async def in_control(self, work: Awaitable[T]) -> T:
         """Run a coroutine in the control thread, where streams and calls live.
 
         What comes back from there is progress: between two answers it is the loop's own code that is at work.
@@ -268,7 +285,7 @@ class Flow:
             self.pumps.restore(kept)
         self.pumps.begin()
 
-    async def _save_and_commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> None:
+    async def _save_and_commit(self, n: int, metrics: JsonObject, kept: JsonObject) -> None:
         spec, rpc = self._config.spec, self._config.rpc
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
@@ -285,10 +302,10 @@ class Flow:
         ]
         # Of one moment: another task of the loop may put items in, or take a batch, while the members save.
         items, taken = self.pumps.kept(), self.pumps.leased()
-        cut = {"streams": self.pumps.cut(), "kept": kept, "keeps": bool(items)}
+        cut: FlowCut = {"streams": self.pumps.cut(), "kept": kept, "keeps": bool(items)}
         await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, items, folder)] if items else ()))
         took_s = self._config.clock.monotonic_s() - began_s
-        saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
+        saved: CommitCheckpoint | None = {"path": folder, "seconds": round(took_s, 6)} if folder else None
         table = await self._commit_at_master(n, published, metrics, saved, cut)
         self._config.rpc.update(table)
         await self._pace(n)
@@ -330,14 +347,14 @@ class Flow:
         ):
             await self._config.launcher.call(peer.handle(self._config.place.job), request.to_call(PACE_MAX_S))
 
-    def _keep(self, n: int, kept: dict[str, Any], folder: str) -> None:
+    def _keep(self, n: int, kept: Mapping[str, list[list[object]]], folder: str) -> None:
         """Items that no source gives again are state of the loop, saved like that of any other instance."""
         checkpoint.save(self.plane, self._config.place.job, self._config.id, n, self._epoch, kept)
         if folder:
             checkpoint.write(Path(folder), self._config.id, kept)
 
     @cached_property
-    def plane(self) -> Any:
+    def plane(self) -> Plane:
         """The tensor store as this instance."""
         return checkpoint.connect(self._config.place.job, self._config.id, self._epoch)
 
@@ -360,9 +377,9 @@ class Flow:
         self,
         n: int,
         published: dict[str, int],
-        metrics: dict[str, Any],
-        saved: dict[str, Any] | None,
-        cut: dict[str, Any],
+        metrics: JsonObject,
+        saved: CommitCheckpoint | None,
+        cut: FlowCut,
     ) -> PeerTable:
         kwargs = {
             "n": n,
@@ -372,6 +389,7 @@ class Flow:
             "saved": saved,
             "cut": {name: value for name, value in cut.items() if value},
         }
+        answer: CommitDone | CommitRefused
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
@@ -391,7 +409,7 @@ class Flow:
             return PeerTable.from_json(answer["table"])
 
 
-LoopFunction = Callable[[Flow], Coroutine[Any, Any, Any]]
+LoopFunction = Callable[[Flow], Coroutine[object, object, object]]
 
 
 class LoopRunner:
@@ -399,7 +417,7 @@ class LoopRunner:
 
     def __init__(self, config: InstanceConfig) -> None:
         self._config = config
-        self.cut: dict[str, Any] = {}
+        self.cut: FlowCut = {}
         """What the commit that is entered next says of the streams."""
         self._setup: Setup | None = None
         self._function: LoopFunction | None = None
@@ -471,11 +489,11 @@ class LoopRunner:
             await self.dissolve()
 
 
-async def _as_coroutine(work: Any) -> Any:
+async def _as_coroutine(work: Awaitable[T]) -> T:
     return await work
 
 
-def _items(op: OpSpec, args: tuple[Any, ...]) -> list[Any]:
+def _items(op: OpSpec, args: tuple[Any, ...]) -> list[object]:
     if not args:
         raise BadInput(f"{op.name} has send=Each: give it the items as its first argument")
     try:
@@ -485,8 +503,8 @@ def _items(op: OpSpec, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _commit_arguments(
-    given: tuple[Any, ...], n: int | None, metrics: Mapping[str, Any] | None, named: Mapping[str, Any]
-) -> tuple[int | None, dict[str, Any]]:
+    given: tuple[object, ...], n: int | None, metrics: Mapping[str, object] | None, named: Mapping[str, object]
+) -> tuple[int | None, JsonObject]:
     for value in given:
         if isinstance(value, Mapping) and metrics is None:
             metrics = value

@@ -17,9 +17,10 @@ the loop it is not known who sleeps, so both operations may come twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rota.job.core.ledger import Order
@@ -55,12 +56,12 @@ def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(f"{place}{': ' if place else ''}{text}; {nearest(name, known)}")
 
 
-Send = Callable[[RoleSpec, OpSpec, tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
+Send = Callable[[RoleSpec, OpSpec, tuple[object, ...], Mapping[str, object]], Awaitable[Any]]
 """Sends one operation to the members of a role."""
 CallSite = tuple[str, str, int]
 """What was called, and the file and line of the job that called it."""
-Begin = Callable[[], Coroutine[Any, Any, Any]]
-Results = AsyncGenerator[Any, None]
+Begin = Callable[[], Coroutine[object, object, object]]
+Results = AsyncGenerator[object, None]
 
 
 class PendingCall(Coroutine[Any, Any, Any]):
@@ -70,7 +71,7 @@ class PendingCall(Coroutine[Any, Any, Any]):
 
     def __init__(self, begin: Begin, call: CallSite, forgotten: Counter[CallSite]) -> None:
         self._begin, self._call, self._forgotten = begin, call, forgotten
-        self._begun: Coroutine[Any, Any, Any] | None = None
+        self._begun: Coroutine[object, object, object] | None = None
         forgotten[call] += 1
 
     def __repr__(self) -> str:
@@ -79,11 +80,11 @@ class PendingCall(Coroutine[Any, Any, Any]):
     def __await__(self) -> Any:
         return self._work().__await__()
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         """See ``Coroutine``."""
         return self._work().send(value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         """See ``Coroutine``."""
         return self._work().throw(*error)
 
@@ -92,16 +93,16 @@ class PendingCall(Coroutine[Any, Any, Any]):
         self._work().close()
 
     @property
-    def cr_frame(self) -> Any:
+    def cr_frame(self) -> FrameType | None:
         """For the stacks of tasks that wait."""
         return getattr(self._begun, "cr_frame", None)
 
     @property
-    def cr_await(self) -> Any:
+    def cr_await(self) -> object:
         """For the stacks of tasks that wait."""
         return getattr(self._begun, "cr_await", None)
 
-    def _work(self) -> Coroutine[Any, Any, Any]:
+    def _work(self) -> Coroutine[object, object, object]:
         if self._begun is None:
             self._begun = self._begin()
             self._forgotten[self._call] -= 1
@@ -200,14 +201,14 @@ class StreamHandle:
                 return
             yield batch
 
-    def put(self, value: Any) -> Coroutine[Any, Any, int | str]:
+    def put(self, value: object) -> Coroutine[object, object, int | str]:
         """Put an item into a stream without a source, once there is room; returns its uid.
 
         The uid is ``value[key]`` if there is one, else a number. Raises BadInput for a uid that is open.
         """
         return self._flow.forgotten.call(f"{self._name}.put", partial(self._put, value))
 
-    async def _put(self, value: Any) -> int | str:
+    async def _put(self, value: object) -> int | str:
         await self._flow.settle()
         return await self._flow.in_control(self._pump.put(value))
 
@@ -241,18 +242,18 @@ class GradientEdge:
     target: tuple[RoleSpec, OpSpec]
     call: Send
     epoch: int
-    _numbers: Any = field(default_factory=itertools.count)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def run(self, batch: Any, rest: tuple[Any, ...]) -> Any:
+    async def run(self, batch: object, rest: tuple[object, ...]) -> object:
         """Forward, step and back for every micro-batch; the answers of the target merged over all as it declares.
 
         Raises BadInput when the rows do not divide over the micro-batches, else what the calls raise.
         """
         parts = self._parts(batch, rest)
         room = asyncio.Semaphore(self.edge.inflight)
-        made: asyncio.Queue[tuple[str, Any, Any]] = asyncio.Queue(len(parts))
-        learned: asyncio.Queue[tuple[str, Any]] = asyncio.Queue(len(parts))
-        answers: list[tuple[Any, int]] = []
+        made: asyncio.Queue[tuple[str, object, tuple[object, ...]]] = asyncio.Queue(len(parts))
+        learned: asyncio.Queue[tuple[str, object]] = asyncio.Queue(len(parts))
+        answers: list[tuple[object, int]] = []
 
         async def forward() -> None:
             for value, others in parts:
@@ -276,7 +277,7 @@ class GradientEdge:
         await all_results([forward(), step(), back()])
         return _merged(answers, self.target[1])
 
-    def _parts(self, batch: Any, rest: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    def _parts(self, batch: object, rest: tuple[object, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
         micro = self.edge.micro
         rows = dispatch.length((batch, *rest))
         if rows % micro:
@@ -287,7 +288,9 @@ class GradientEdge:
         found = dispatch.split((batch, rest), Shard("micro"), mesh=(("micro", micro),), world=micro)
         return [found[rank].value for rank in range(micro)]
 
-    async def _send(self, end: tuple[RoleSpec, OpSpec], phase: str, micro: str, value: Any, recv: Any = None) -> Any:
+    async def _send(
+        self, end: tuple[RoleSpec, OpSpec], phase: str, micro: str, value: object, recv: Concat | Rank | None = None
+    ) -> Any:
         role, op = end
         op = op if recv is None else replace(op, recv=rule_to_text(recv))
         return await self.call(role, op, (value,), {PHASE: [phase, micro]})
@@ -311,7 +314,7 @@ def _end(spec: JobSpec, end: Endpoint) -> tuple[RoleSpec, OpSpec]:
     return role, op
 
 
-def _merged(answers: list[tuple[Any, int]], op: OpSpec) -> Any:
+def _merged(answers: list[tuple[object, int]], op: OpSpec) -> object:
     values, rows = [value for value, _ in answers], [count for _, count in answers]
     match op.recv_rule:
         case MeanRule():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint
+from rota.job.core.ledger import FlowCut
 from rota.job.core.progress import storage_reason
 from rota.job.health.heartbeat import (
     BEAT_S,
@@ -42,8 +43,9 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
-from rota.runtime.process import execute_command
+from rota.runtime.process import ExecResult, execute_command
 from rota.spec import codec
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
@@ -69,7 +71,7 @@ class Instance:
         self,
         *,
         place: Mapping[str, str],
-        spec: Mapping[str, Any],
+        spec: JsonObject,
         instance: str,
         epoch: int,
         attempt: int,
@@ -146,18 +148,16 @@ class Instance:
         setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
         return await self._control.run(self._assemble(setup))
 
-    async def run(
-        self, *, epoch: int, committed: int, table: Mapping[str, Any], cut: Mapping[str, Any] | None = None
-    ) -> Answer:
+    async def run(self, *, epoch: int, committed: int, table: JsonObject, cut: FlowCut | None = None) -> Answer:
         """Run a finite workload to its end: ``done``, ``failed`` or ``stale``; repeated, it waits for the same run.
 
         ``cut`` is what commit ``committed`` says of the streams.
         """
         if isinstance(self._runner, LoopRunner):
-            self._runner.cut = dict(cut or {})
+            self._runner.cut = {**cut} if cut else {}
         return await self._control.run(self._run(Epoch(epoch), committed, PeerTable.from_json(dict(table))))
 
-    async def peers(self, table: Mapping[str, Any]) -> None:
+    async def peers(self, table: JsonObject) -> None:
         """Take a newer table of peers."""
         self._control.loop.call_soon_threadsafe(self._config.rpc.update, PeerTable.from_json(dict(table)))
 
@@ -167,10 +167,11 @@ class Instance:
             return await asyncio.to_thread(self._runner.stacks)
         return own_stacks(self._user.loop)
 
-    async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
+    async def execute(self, argv: list[str], timeout_s: float) -> ExecResult:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
         done = await self._control.run(execute_command(argv, timeout_s=timeout_s))
-        return done | {name: secrets.redact(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
+        stdout, stderr = (secrets.redact(text, cut=done["cut"]) for text in (done["stdout"], done["stderr"]))
+        return {**done, "stdout": stdout, "stderr": stderr}
 
     async def check(self) -> Answer:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
@@ -186,7 +187,7 @@ class Instance:
 
     # -- what other instances ask -------------------------------------------------------------------------------------
 
-    async def call(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, head: list[object], /, *args: object, **kwargs: object) -> object:
         """Run one operation, sent as a ``Request``; its value or a ``Refusal``."""
         return await self._user.run(self._call(Request.of_call(head, args, kwargs)))
 
@@ -215,7 +216,7 @@ class Instance:
         root = Path(checkpoint_dir(self._config.spec, self._config.place))
         await asyncio.to_thread(checkpoint.prune, root, keep, newest)
 
-    async def _call(self, request: Request) -> Any:
+    async def _call(self, request: Request) -> object:
         """In the user thread: an operation waits for the one before it, and for nothing else."""
         if not isinstance(self._runner, ClassRunner):
             return Refusal(kind="stale", text=f"{self._config.id} takes no calls")

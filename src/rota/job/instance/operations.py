@@ -110,7 +110,7 @@ class Tape:
     def __init__(self) -> None:
         self._waiting: dict[str, list[Any]] = {}
 
-    async def run(self, phase: list[str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def run(self, phase: list[str], function: Callable[..., object], args: tuple[Any, ...]) -> object:
         """One phase of one micro-batch. Raises BadInput when the step sends no gradient back."""
         kind, micro = phase
         match kind:
@@ -122,18 +122,18 @@ class Tape:
                 self._back(micro, args[0])
                 return None
 
-    def _keep(self, micro: str, made: Any) -> Any:
+    def _keep(self, micro: str, made: object) -> object:
         self._waiting[micro] = leaves = []
         return dispatch.map_batch(made, lambda leaf: (leaves.append(leaf), leaf.detach())[1])
 
-    def _back(self, micro: str, gradients: Any) -> None:
+    def _back(self, micro: str, gradients: object) -> None:
         found: list[Any] = []
         dispatch.map_batch(gradients, found.append)
         pairs = [(made, came) for made, came in zip(self._waiting.pop(micro), found, strict=True) if made.requires_grad]
         sys.modules["torch"].autograd.backward([made for made, _ in pairs], [came for _, came in pairs])
 
 
-async def _step(function: Callable[..., Any], given: tuple[Any, Any]) -> list[tuple[Any, Any, int]]:
+async def _step(function: Callable[..., object], given: tuple[Any, Any]) -> list[tuple[object, object, int]]:
     """[(what the operation gave, the gradients of its activations, rows)]."""
     made, rest = given
     made = dispatch.map_batch(made, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()))
@@ -151,7 +151,7 @@ async def _step(function: Callable[..., Any], given: tuple[Any, Any]) -> list[tu
     return [(value, dispatch.map_batch(made, gradient), dispatch.length(made))]
 
 
-async def _value(found: Any) -> Any:
+async def _value(found: object) -> object:
     return await found if inspect.isawaitable(found) else found
 
 
@@ -167,7 +167,7 @@ class _Formed:
 
     def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any, replicas: Replicas) -> None:
         self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
-        self.replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self.replies: OrderedDict[str, asyncio.Future[object]] = OrderedDict()
         self.replicas, self.first = replicas, False
         self.loading = asyncio.Lock()
         self.tape = Tape()
@@ -252,7 +252,7 @@ class ClassRunner:
 
     # -- calls, in the user thread ------------------------------------------------------------------------------------
 
-    async def call(self, request: Request) -> Any:
+    async def call(self, request: Request) -> object:
         """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
         formed = self._formed
         if formed is None or formed.epoch != request.epoch:
@@ -260,7 +260,7 @@ class ClassRunner:
         known = formed.replies.get(request.call_id)
         if known is not None:
             return await asyncio.shield(known)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         formed.replies[request.call_id] = answer
         while len(formed.replies) > REPLIES_KEPT_MAX:
             formed.replies.popitem(last=False)
@@ -269,7 +269,7 @@ class ClassRunner:
             answer.set_result(value)
         return value
 
-    async def _operate(self, formed: _Formed, request: Request) -> Any:
+    async def _operate(self, formed: _Formed, request: Request) -> object:
         op = self._config.role.interface.op(request.op) if self._config.role.interface else None
         if op is None and request.op != SYNC:
             return Refusal(kind="stale", text=f"{self._config.id.role} has no operation {request.op!r}")
@@ -292,7 +292,7 @@ class ClassRunner:
             marks.end(begun, op.name, call=request.call_id)
             formed.leave()
 
-    async def _work(self, formed: _Formed, name: str, request: Request) -> Any:
+    async def _work(self, formed: _Formed, name: str, request: Request) -> object:
         """The method of the user on arrays; what it gives, with Refs for what is large."""
         job = self._config.place.job
         kwargs: dict[str, Any] = dict(request.kwargs)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rota.job.core.ledger import DropReason, Item, ItemState, Ledger, LedgerCut, Order, Uid
 from rota.job.core.paths import Path, Stop, paths_of
@@ -22,26 +22,36 @@ from rota.job.inspect import import_target
 from rota.job.rpc.client import Lost, RpcClient
 from rota.job.rpc.payload import opened
 from rota.job.rpc.peers import Peer
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, DataError, TimedOut
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
+
+if TYPE_CHECKING:
+    from rota.job.instance.flow import Flow
 
 
 class ItemSource(Protocol):
     """Where items come from: ``read(i)`` for growing ``i``. Raises IndexError behind the last one."""
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int) -> object:
         """Item ``index``."""
         ...
+
+
+class Dataset(Protocol):
+    """What ``dataset[i]`` gives; a length, where there is one, is its end."""
+
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 class Indexed:
     """A data set with ``dataset[i]``: every item may be read again."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    def __init__(self, data: Dataset) -> None:
+        self._data: Any = data
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int) -> object:
         """``dataset[index]``; a length, where there is one, is the end.
 
         Raises DataError when an item before that end raises IndexError: that is a fault of the data set, not its end.
@@ -67,11 +77,11 @@ class Iterated:
     It moves by ``seek(i)`` if it has that method, else by passing over items; so it must give the same items again.
     """
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Iterable[object]) -> None:
         self._items, self._next = iter(items), 0
         self._seek: Callable[[int], None] | None = getattr(items, "seek", None)
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int) -> object:
         """Item ``index``, which is not before the one read last."""
         if index > self._next and self._seek is not None:
             self._seek(index)
@@ -122,7 +132,7 @@ class Batch(list[Any]):
     model has moved on since each was begun.
     """
 
-    def __init__(self, values: list[Any], uids: list[Uid], ages: list[int]) -> None:
+    def __init__(self, values: Iterable[object], uids: list[Uid], ages: list[int]) -> None:
         super().__init__(values)
         self.uids, self.ages = uids, ages
 
@@ -131,8 +141,8 @@ class Batch(list[Any]):
 class _Held:
     """What the pump holds of an open item: what came in, and what stages ``done`` of its path made of it."""
 
-    raw: Any
-    value: Any
+    raw: object
+    value: object
     done: int = 0
 
 
@@ -189,7 +199,7 @@ class Pump:
         waiting = self.ledger.open - self.ledger.count(ItemState.LEASED)
         return not self._final and waiting + max(0, self.ledger.room(size)) < size and waiting < self.ledger.open
 
-    async def put(self, value: Any) -> Uid:
+    async def put(self, value: object) -> Uid:
         """Take in an item of the loop, once there is room.
 
         Raises BadInput if the stream has a source or the uid, or is closed; DataError as ``next_batch``.
@@ -260,7 +270,7 @@ class Pump:
                 self._held.pop(uid, None)
         self._pump_pending()
 
-    def kept(self) -> list[Any]:
+    def kept(self) -> list[list[object]]:
         """[uid, version, value] of the items that only the loop could put in again."""
         if not self.path.put:
             return []
@@ -271,7 +281,7 @@ class Pump:
             if item is not None and item.place is not ItemState.LEASED
         ]
 
-    def restore(self, kept: list[Any]) -> None:
+    def restore(self, kept: Iterable[Sequence[Any]]) -> None:
         """After a recovery: items that were put in before the commit wait as they did."""
         for uid, version, value in kept:
             if self.ledger.find(uid) is not None:
@@ -304,7 +314,7 @@ class Pump:
         if self._task is None:
             self._task = asyncio.create_task(self._guarded(self._feed))
 
-    async def _guarded(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+    async def _guarded(self, work: Callable[..., Awaitable[None]], *args: object) -> None:
         """A failure of a pump is raised to the loop when it asks for the next batch."""
         try:
             await work(*args)
@@ -336,7 +346,7 @@ class Pump:
                 return
             self._take(self.ledger.cursor, raw)
 
-    def _take(self, uid: Uid, raw: Any) -> None:
+    def _take(self, uid: Uid, raw: object) -> None:
         self._held[uid] = _Held(raw=raw, value=raw)
         self.ledger.admit(uid)
         self._pump_pending()
@@ -487,12 +497,12 @@ class Streams:
         """What the next commit says of every stream."""
         return {pump.ledger.spec.name: pump.ledger.cut() for pump in self.each()}
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, list[list[object]]]:
         """Values that must survive with the commit: those that no source gives again."""
         found = {pump.ledger.spec.name: pump.kept() for pump in self.each() if pump.path.put}
         return {name: items for name, items in found.items() if items}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def restore(self, kept: Mapping[str, list[list[object]]]) -> None:
         """Inverse of ``kept``, after a recovery."""
         for name, items in kept.items():
             self.find(name).restore(items)
@@ -515,11 +525,11 @@ class Streams:
         await asyncio.gather(*tasks, *([self._watcher] if self._watcher else []), return_exceptions=True)
 
 
-async def drain(f: Any) -> None:
+async def drain(f: Flow) -> None:
     """The loop of a job that has streams and none of its own: each batch to the last operation of its path."""
     (path,) = paths_of(f.spec)
     stream, clock = f.streams[path.ledger.name], asyncio.get_running_loop()
-    metrics: dict[str, Any] = {}
+    metrics: JsonObject = {}
     since_s = clock.time()
     batches: AsyncIterator[Batch] = stream.batches(path.micro)
     async for batch in batches:

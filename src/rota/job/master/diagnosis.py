@@ -64,7 +64,7 @@ class RootRow(TypedDict):
     waiters: list[str]
 
 
-class SlowRow(TypedDict):
+class SlowInstance(TypedDict):
     """An instance that is slower than the others by ``factor``."""
 
     instance: str
@@ -76,7 +76,7 @@ class WhyDocument(TypedDict):
 
     vertices: list[JsonObject]
     """``VertexStatus`` as plain values, with ``stuck`` and the ``state`` of the instance."""
-    slow: list[SlowRow]
+    slow: list[SlowInstance]
     dropped: list[str]
     waits: list[JsonObject]
     culprits: list[RootRow]

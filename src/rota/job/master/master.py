@@ -34,7 +34,7 @@ from rota.job.inspect import import_target
 from rota.job.master.diagnosis import DiagnosisManager, WhyDocument
 from rota.job.master.executor import Executor, death_event, losses_with
 from rota.job.rpc.client import EventLoopThread
-from rota.job.rpc.peers import CommitDone, CommitRefused, JobPlace, PeerTable, SavedCheckpoint, cursor_with, table_of
+from rota.job.rpc.peers import CommitCheckpoint, CommitDone, CommitRefused, JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -188,7 +188,7 @@ class Offload(Protocol):
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class StatusDocument(TypedDict):
+class MasterStatus(TypedDict):
     """State of a job, and the last beat of every instance as plain values with its ``age_s``."""
 
     job: JobId
@@ -482,7 +482,7 @@ class JobMaster:
         loop_epoch: int,
         versions: dict[str, int],
         metrics: JsonObject,
-        saved: SavedCheckpoint | None = None,
+        saved: CommitCheckpoint | None = None,
         cut: FlowCut | None = None,
     ) -> CommitDone | CommitRefused:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
@@ -550,7 +550,7 @@ class JobMaster:
     async def ping(self) -> None:
         """Answers at once while the loop of this master turns, whatever else it waits for."""
 
-    async def status(self) -> StatusDocument:
+    async def status(self) -> MasterStatus:
         """The state of the job and the last beat of every instance, with its age."""
         await self._loaded.wait()
         now_s = self._clock.monotonic_s()

@@ -180,7 +180,7 @@ class _Route(NamedTuple):
     weights: dict[str, tuple[int, int]]
 
 
-class Home(Protocol):
+class HomeLoop(Protocol):
     """Runs a coroutine in the event loop of a client."""
 
     def __call__(self, work: Coroutine[object, object, T], /) -> Awaitable[T]: ...
@@ -206,7 +206,7 @@ class RpcClient:
         clock: Clock,
         caller: InstanceId,
         waiting: Waiting | None = None,
-        home: Home = _here,
+        home: HomeLoop = _here,
     ) -> None:
         self.waiting = waiting or Waiting(clock)
         self.table = PeerTable()

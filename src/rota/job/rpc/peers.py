@@ -131,7 +131,7 @@ def table_of(ctx: JobContext) -> PeerTable:
     )
 
 
-class SavedCheckpoint(TypedDict):
+class CommitCheckpoint(TypedDict):
     """Folder of a complete checkpoint, and how long it took."""
 
     path: str

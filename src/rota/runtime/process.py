@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import psutil
+
+from rota.spec.codec import JsonObject
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -450,7 +452,7 @@ class RunFolder:
     def read(self, name: str) -> ProcessRecord | None:
         """The record of that name, whether or not its process still runs."""
         try:
-            data: dict[str, Any] = json.loads((self.path / f"{name}.json").read_text())
+            data: JsonObject = json.loads((self.path / f"{name}.json").read_text())
             return ProcessRecord(**{**data, "command": tuple(data["command"])})
         except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
             return None

@@ -63,6 +63,10 @@ class Unsendable(Exception):
         self.answer = answer
 
 
+Pickle = Callable[[object], bytes]
+"""Pickles what the standard library refuses."""
+
+
 class Parts(NamedTuple):
     """A value on its way: its pickle and the large buffers that belong to it."""
 
@@ -70,7 +74,7 @@ class Parts(NamedTuple):
     buffers: list[memoryview]
 
 
-def pack(value: Any, fallback: Callable[[Any], bytes] | None = None) -> Parts:
+def pack(value: object, fallback: Pickle | None = None) -> Parts:
     """A value as parts; ``fallback`` pickles what the standard library refuses. Raises what pickling raises."""
     buffers = list[memoryview]()
 
@@ -242,7 +246,7 @@ class _Framed(asyncio.BufferedProtocol):
             self.transport.abort()
 
 
-Forward = Callable[[Any], Awaitable[Any]]
+Forward = Callable[[Any], Awaitable[object]]
 
 
 class CallServer:
@@ -252,7 +256,7 @@ class CallServer:
     standard library refuses.
     """
 
-    def __init__(self, forward: Forward, fallback: Callable[[Any], bytes] | None = None) -> None:
+    def __init__(self, forward: Forward, fallback: Pickle | None = None) -> None:
         self._forward, self._fallback = forward, fallback
         self._server: asyncio.Server | None = None
 
@@ -279,7 +283,7 @@ class CallServer:
 class _Serving(_Framed):
     """The server's end of one connection."""
 
-    def __init__(self, forward: Forward, fallback: Callable[[Any], bytes] | None) -> None:
+    def __init__(self, forward: Forward, fallback: Pickle | None) -> None:
         super().__init__()
         self._forward, self._fallback = forward, fallback
         self._running = set[asyncio.Task[None]]()
@@ -314,7 +318,7 @@ class _Serving(_Framed):
         with contextlib.suppress(ConnectionResetError):  # nobody waits for it any more
             await self.send(call, kind, parts)
 
-    def _packed(self, answer: Any) -> tuple[int, Parts]:
+    def _packed(self, answer: object) -> tuple[int, Parts]:
         try:
             return _RESULT, pack(answer, self._fallback)
         except Exception as error:  # noqa: BLE001 - pickling runs code of the job; the caller hears of it
@@ -324,7 +328,7 @@ class _Serving(_Framed):
 class CallClient:
     """Connections of one process to servers on its machine, one for each server and event loop; safe in threads."""
 
-    def __init__(self, fallback: Callable[[Any], bytes] | None = None) -> None:
+    def __init__(self, fallback: Pickle | None = None) -> None:
         self._fallback = fallback
         self._connections = dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Connection | None]]()
         self._absent = dict[str, float]()
@@ -379,13 +383,13 @@ class CallClient:
 class Connection(_Framed):
     """The client's end of a connection to one server."""
 
-    def __init__(self, server: ProcessId | None, fallback: Callable[[Any], bytes] | None) -> None:
+    def __init__(self, server: ProcessId | None, fallback: Pickle | None) -> None:
         super().__init__()
         self._server, self._fallback = server, fallback
         self._last = 0
-        self._waiting = dict[int, asyncio.Future[Any]]()
+        self._waiting = dict[int, asyncio.Future[object]]()
 
-    async def call(self, asked: Any, timeout_s: float | None) -> Any:
+    async def call(self, asked: object, timeout_s: float | None) -> object:
         """Send, and wait for the answer. Raises ConnectionLost, TimeoutError, Unsendable, what pickling raises."""
         try:
             parts = pack(asked, self._fallback)
@@ -437,7 +441,7 @@ class Connection(_Framed):
                 answer.set_exception(ConnectionResetError())
 
 
-def _time_out(answer: asyncio.Future[Any]) -> None:
+def _time_out(answer: asyncio.Future[object]) -> None:
     if not answer.done():
         answer.set_exception(TimeoutError())
 

@@ -26,12 +26,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rota.runtime import process
 from rota.runtime.node import cores_allowed
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
+from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable
 
 Storage = Literal["rocksdb", "memory"]
@@ -147,7 +148,7 @@ def end_all(engine: str, host: str, session: ProcessId) -> tuple[ProcessId, ...]
 def read_state(path: Path) -> EngineState | None:
     """The state written by a node's watcher under this boot, or None when there is none."""
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
+        data: JsonObject = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if data.get("boot_id") != process.boot_id():

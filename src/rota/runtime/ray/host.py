@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import cloudpickle
@@ -30,6 +30,7 @@ from rota.runtime.launcher import RemoteError
 from rota.runtime.node import network_environment
 from rota.runtime.probe import LOOK_S, HangWatch
 from rota.runtime.socket_calls import CallServer
+from rota.spec.codec import JsonObject
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -80,6 +81,10 @@ class Raised:
     traceback: str
 
 
+CallHead = list[object]
+"""The name of a method, then the first arguments of a call."""
+
+
 class Host:
     """Made as a detached named actor. Ray runs each concurrency group in an event loop and thread of its own.
 
@@ -96,7 +101,7 @@ class Host:
         }
         self._target: Any = None
         self._server: CallServer | None = None
-        self._methods: dict[str, tuple[Any, bool]] = {}
+        self._methods: dict[str, tuple[Callable[..., Any], bool]] = {}
         self._failure: Raised | None = None
         try:
             prepare(boot)
@@ -125,7 +130,7 @@ class Host:
             with contextlib.suppress(OSError):
                 await self._server.open(f"{self._boot.namespace}/{self._boot.name}")
 
-    async def _called(self, asked: tuple[list[Any], tuple[Any, ...], Mapping[str, Any]]) -> Any:
+    async def _called(self, asked: tuple[CallHead, tuple[object, ...], Mapping[str, object]]) -> object:
         return await self._forward("user", *asked)
 
     @ray.method(concurrency_group="control")
@@ -143,12 +148,12 @@ class Host:
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group="control")
-    async def control(self, head: list[Any], /, *args: object, **kwargs: object) -> object:
+    async def control(self, head: CallHead, /, *args: object, **kwargs: object) -> object:
         """A control call on the target; ``head`` is the name of the method and its first arguments."""
         return await self._forward("control", head, args, kwargs)
 
     @ray.method(concurrency_group="user")
-    async def user(self, head: list[Any], /, *args: object, **kwargs: object) -> object:
+    async def user(self, head: CallHead, /, *args: object, **kwargs: object) -> object:
         """A user call on the target; ``head`` is the name of the method and its first arguments."""
         return await self._forward("user", head, args, kwargs)
 
@@ -162,12 +167,12 @@ class Host:
         return answer
 
     async def _forward(
-        self, group: str, head: list[Any], args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, group: str, head: CallHead, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
         if self._failure is not None:
             return self._failure
         try:
-            name = head[0]
+            name = cast("str", head[0])
             if name not in self._methods:
                 method = getattr(self._target, name)
                 self._methods[name] = method, inspect.iscoroutinefunction(method)
@@ -221,7 +226,7 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     values = b"\0".join(value.encode() for value in hide)
 
     def start(stderr: int | None) -> int:
-        options: dict[str, Any] = {"pass_fds": pipes, "start_new_session": True, "check": True, "timeout": 60}
+        options: JsonObject = {"pass_fds": pipes, "start_new_session": True, "check": True, "timeout": 60}
         return int(subprocess.run(command, input=values, stdout=subprocess.PIPE, stderr=stderr, **options).stdout)
 
     pump = start(None)

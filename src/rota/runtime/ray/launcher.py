@@ -53,6 +53,7 @@ from rota.runtime.ray.engine import HOST_LABEL
 from rota.runtime.ray.host import CONTROL_CALLS_MAX, NAMESPACE_VARIABLE, USER_CALLS_MAX, Begun, Boot, Host, Raised
 from rota.runtime.ray.machines import hosts
 from rota.runtime.socket_calls import CallClient, Connection, ConnectionLost, Unsendable, first_line
+from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import JobId
 
@@ -315,7 +316,7 @@ class RayLauncher:
         except ActorUnavailableError as error:
             raise ProcessGone(f"{to.name} cannot be reached: {error}") from error
 
-    async def _ask(self, connection: Connection, name: str, call: Call) -> Any:
+    async def _ask(self, connection: Connection, name: str, call: Call) -> object:
         """Call a process of this machine over its socket."""
         try:
             answer = await connection.call(([call.method, *call.head], call.args, call.kwargs), call.timeout_s)
@@ -435,7 +436,7 @@ class RayGroups:
     def stands(self, name: str, bundle: int) -> bool:
         """False when the node of a bundle is gone: Ray looks for another one, which the label of the host forbids."""
         group = self.find(name)
-        table: dict[str, Any] = placement_group_table(group) if group else {}
+        table: JsonObject = placement_group_table(group) if group else {}
         return table.get("state") != "RESCHEDULING" or bool(table["bundles_to_node_id"].get(bundle))
 
     def names(self, prefix: str) -> tuple[str, ...]:
@@ -459,7 +460,7 @@ class RayGroups:
 
     def _table(self, prefix: str) -> dict[str, PlacementGroup]:
         start = f"{self._namespace}/{prefix}"
-        table: dict[str, dict[str, Any]] = placement_group_table()
+        table: dict[str, JsonObject] = placement_group_table()
         return {
             row["name"].removeprefix(f"{self._namespace}/"): PlacementGroup(
                 ray.PlacementGroupID.from_hex(row["placement_group_id"])

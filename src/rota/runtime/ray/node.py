@@ -11,17 +11,33 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from rota.runtime import process
-from rota.runtime.ray.engine import HOST_LABEL, EngineState, write_state
+from rota.runtime.ray.engine import HOST_LABEL, EngineState, Storage, write_state
 from rota.spec.errors import EngineUnavailable
 
 _GCS_READY_S = 45.0
 _MEMORY_BYTES = 1 << 44
+
+
+class NodePlan(TypedDict):
+    """What ``start_engine`` asks of one node; it has more fields of ``EngineSettings``, which nothing reads here."""
+
+    engine: str
+    host: str
+    head: bool
+    address: str
+    cpus: float
+    object_store_bytes: int
+    folder: str
+    token_path: str
+    state_path: str
+    storage: Storage
+    environment: dict[str, str]
 
 
 class _Head(Node):
@@ -51,7 +67,7 @@ def _listens(host: str, port: int) -> bool:
         return False
 
 
-def start_node(plan: dict[str, Any]) -> EngineState:
+def start_node(plan: NodePlan) -> EngineState:
     """Start the processes of one node as the plan says. Raises EngineUnavailable, or what Ray raises."""
     address: str = plan["address"]
     head: bool = plan["head"]
@@ -90,7 +106,7 @@ def start_node(plan: dict[str, Any]) -> EngineState:
     )
 
 
-def main(plan: dict[str, Any]) -> None:
+def main(plan: NodePlan) -> None:
     """Start, write the state, and become the watcher in the same process: children stay children, Ray is unloaded."""
     process.become_subreaper()
     path = Path(plan["state_path"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray.experimental import register_tensor_transport
@@ -31,14 +31,19 @@ class PublishedTensors(TensorTransportMetadata):
     node: str = ""
 
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from torch import Tensor
+
+
 class PlaneTransport(TensorTransportManager):
     """A one-sided transport: the receiver maps what the sender published, so that nothing is ever half sent."""
 
-    def publish(self, obj_id: str, tensors: Sequence[Any]) -> tuple[str, ...]:
+    def publish(self, obj_id: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Publish the tensors of an object; where they are."""
         raise NotImplementedError
 
-    def fetch(self, where: tuple[str, ...]) -> list[Any]:
+    def fetch(self, where: tuple[str, ...]) -> list[Tensor]:
         """The tensors of an object."""
         raise NotImplementedError
 
@@ -61,12 +66,12 @@ class PlaneTransport(TensorTransportManager):
         """A failed transfer blocks no actor, so none has to be killed."""
         return True
 
-    def actor_has_tensor_transport(self, actor: Any) -> bool:
+    def actor_has_tensor_transport(self, actor: ActorHandle) -> bool:
         """Ray registers it on every actor before its first use."""
         del actor
         return True
 
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> PublishedTensors:
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> PublishedTensors:
         """Called where an object was made: publish it. Raises BadInput for tensors of different devices."""
         kinds = {tensor.device.type for tensor in rdt_object}
         if len(kinds) > 1:
@@ -78,7 +83,9 @@ class PlaneTransport(TensorTransportManager):
             node=_node(),
         )
 
-    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
+    def get_communicator_metadata(
+        self, src_actor: ActorHandle, dst_actor: ActorHandle, backend: str | None = None
+    ) -> CommunicatorMetadata:
         """Sender and receiver need to know nothing of each other."""
         del src_actor, dst_actor, backend
         return CommunicatorMetadata()
@@ -86,13 +93,13 @@ class PlaneTransport(TensorTransportManager):
     def recv_multiple_tensors(
         self,
         obj_id: str,
-        tensor_transport_metadata: Any,
-        communicator_metadata: Any,
-        target_buffers: list[Any] | None = None,
-    ) -> list[Any]:
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: list[Tensor] | None = None,
+    ) -> list[Tensor]:
         """The tensors, mapped; copied when the caller gave buffers. Raises NotReachable on another node."""
         del communicator_metadata
-        found: PublishedTensors = tensor_transport_metadata
+        found = cast("PublishedTensors", tensor_transport_metadata)
         if found.node != _node():
             raise NotReachable(f"object {obj_id} is published on node {found.node}, this is node {_node()}")
         tensors = self.fetch(found.where)
@@ -100,16 +107,23 @@ class PlaneTransport(TensorTransportManager):
             return tensors
         return [target.copy_(tensor) for target, tensor in zip(target_buffers, tensors, strict=True)]
 
-    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+    def send_multiple_tensors(
+        self,
+        tensors: list[Tensor],
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+    ) -> None:
         """Never called for a one-sided transport."""
         raise NotImplementedError("the receiver maps the tensors")
 
-    def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Any]) -> None:
+    def garbage_collect(
+        self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Tensor]
+    ) -> None:
         """Called where the object was made when the last reference is gone."""
         del obj_id, tensors
-        self.drop(tensor_transport_meta.where)
+        self.drop(cast("PublishedTensors", tensor_transport_meta).where)
 
-    def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
+    def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
         """Nothing is under way that could be stopped."""
 
 

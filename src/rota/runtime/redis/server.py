@@ -23,11 +23,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rota.runtime import environ, process
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung
 from rota.runtime.redis.client import Address, RedisClient, ReplyError
+from rota.spec.codec import JsonObject
 from rota.spec.errors import RegistryUnavailable
 
 VERSION_MIN = "6.2"
@@ -242,7 +242,7 @@ def _started(home: environ.Home) -> Path:
     return _folder(home) / "registry.pid"
 
 
-def _read_record(home: environ.Home) -> dict[str, Any]:
+def _read_record(home: environ.Home) -> JsonObject:
     try:
         return json.loads(_record(home).read_text())
     except (FileNotFoundError, json.JSONDecodeError):

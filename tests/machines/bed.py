@@ -47,8 +47,22 @@ def missing() -> str:
         return "needs root, for network namespaces"
     if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(absent)} (Debian: apt install iproute2 util-linux)"
-    made = subprocess.run(["unshare", "-n", "-m", "-p", "--fork", "true"], capture_output=True, text=True)
-    return f"cannot make namespaces: {made.stderr.strip()}" if made.returncode else ""
+    probe = f"{_PREFIX}-{os.getpid()}-probe"
+    steps = (
+        ("unshare", "-m", "-u", "-i", "-p", "--fork", "--mount-proc", "true"),
+        ("ip", "netns", "add", probe),
+        ("ip", "-n", probe, "link", "add", "br0", "type", "bridge"),
+        ("ip", "-n", probe, "link", "add", "p0", "type", "veth", "peer", "name", "p1"),
+        ("ip", "netns", "exec", probe, "true"),
+    )
+    try:
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True)
+            if done.returncode:
+                return f"cannot make machines: {' '.join(step)}: {done.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return ""
 
 
 def _do(*argv: str) -> None:

@@ -186,6 +186,27 @@ async def _never(asked: Any) -> Any:
     raise AssertionError(asked)
 
 
+def test_a_server_whose_queue_is_full_is_reached_once_it_takes_connections() -> None:
+    name = f"test/{os.getpid()}/{random.random()}"
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.ExitStack() as links:
+        listening.bind(socket_calls._address(name))
+        listening.listen(0)
+        first = links.enter_context(socket.socket(socket.AF_UNIX))
+        first.connect(socket_calls._address(name))
+
+        async def talk() -> Connection | None:
+            client = CallClient()
+            finding = asyncio.create_task(client.find(name))
+            await asyncio.sleep(0.1)
+            assert not finding.done()
+            links.enter_context(listening.accept()[0])
+            found = await asyncio.wait_for(finding, LIMIT_S)
+            client.close()
+            return found
+
+        assert asyncio.run(talk()) is not None
+
+
 def test_frames_of_chance_end_their_connection_and_nothing_else(server: tuple[str, Any]) -> None:
     chance = random.Random(5)
     for _ in range(300):

@@ -40,6 +40,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _ALIGNED: Final = 16
 _CALL, _RESULT, _UNSENDABLE = range(3)
 _REFUSED_S: Final = 1.0
+_CONNECT_S, _CONNECT_POLL_S = 10.0, 0.005
 _EXIT_S, _EXIT_POLL_S = 2.0, 0.005
 """A process whose sockets are closed has ended, but for what the kernel has yet to do."""
 _descriptors = set[int]()
@@ -271,7 +272,9 @@ class CallServer:
             raise
         _descriptors.add(listening.fileno())
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Serving(self._forward, self._fallback), sock=listening)
+        self._server = await loop.create_unix_server(
+            lambda: _Serving(self._forward, self._fallback), sock=listening, backlog=BACKLOG
+        )
 
     def close(self) -> None:
         """Take no more connections."""
@@ -366,7 +369,7 @@ class CallClient:
             return None
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            link.connect(_address(name))
+            await _reach(link, name)
             pid, uid = _peer(link)
         except OSError:
             link.close()
@@ -378,6 +381,19 @@ class CallClient:
         found = Connection(process.identify(pid), self._fallback)
         await asyncio.get_running_loop().create_unix_connection(lambda: found, sock=link)
         return found
+
+
+async def _reach(link: socket.socket, name: str) -> None:
+    """Connect; a server whose queue is full, as it is busy, is asked again for some seconds. Raises OSError."""
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            link.connect(_address(name))
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_CONNECT_POLL_S)
 
 
 class Connection(_Framed):

@@ -88,7 +88,7 @@ class Replaced:
 
     @property
     def id(self) -> str:
-        return f"{self.part}-{self.pid}-{self.at:.3f}"
+        return f"{self.part}-{self.pid}-{self.at:.6f}"
 
 
 def master_part(job: str) -> str:

@@ -35,8 +35,8 @@ demo: setup ## the main job: learns, loses three processes on purpose, heals
 # Whose types are checked: by a quick check those of the strict parts (pyproject.toml), by make test all.
 TYPES = $(shell sed -n 's/^strict = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 
-# The fast tests in three parts side by side with lint: torch and the web stack are imported by one process each, and
-# nobody imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores. The
+# The fast tests in three parts side by side with lint: torch is imported by one process and the web stack by
+# two, and none imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores. The
 # plugin of schemathesis takes half a second to import and serves a slow test alone.
 FAST = $(BIN)/pytest -q -p no:schemathesis -m "not real and not slow and not gpu"
 TORCH := tests/examples tests/job tests/train
@@ -47,7 +47,7 @@ check: $(VENV)/.setup-dev ## lint, types of the strict parts, imports, fast test
 fast-torch:
 	@$(FAST) $(TORCH)
 fast-web:
-	@$(FAST) $(WEB)
+	@$(FAST) -n 2 --dist loadfile $(WEB)
 fast-rest:
 	@$(FAST) $(addprefix --ignore=,$(TORCH) $(WEB) tests/real)
 

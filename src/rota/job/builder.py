@@ -246,7 +246,7 @@ class Job:
             raise BadInput(f"job {self._spec.name!r} has {len(loops)} loops: {', '.join(loops)}; one is allowed")
         return self._spec
 
-    # The service lies above this package; its doors are looked up by name because only these two need them.
+    # The service lies above this package; its client is looked up by name because only these two need them.
 
     def plan(self, *, ignore_image: bool = False) -> Any:
         """What it would become on this machine: ``PlanReport`` as a dict; its ``show()`` prints it. Starts nothing.

@@ -616,7 +616,7 @@ async def execute_command(argv: Sequence[str], *, timeout_s: float) -> ExecResul
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(transport.get_pid(), signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # somebody outside the group may hold a pipe
+        with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
             async with asyncio.timeout(_DRAIN_S):
                 await run.closed.wait()
         status = transport.get_returncode()

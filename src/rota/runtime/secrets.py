@@ -96,7 +96,7 @@ class Vault:
         if not self._key.exists():
             fresh = self._key.with_name(f".{self._key.name}.{os.getpid()}")
             write_private(fresh, Fernet.generate_key().decode())
-            with contextlib.suppress(FileExistsError):  # somebody else was first: theirs is the key
+            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
                 os.link(fresh, self._key)
             fresh.unlink()
         return self._key.read_bytes()

@@ -318,7 +318,7 @@ class _Serving(_Framed):
             kind, parts = _UNSENDABLE, pack((False, first_line(error)))
         else:
             kind, parts = self._packed(await self._forward(asked))
-        with contextlib.suppress(ConnectionResetError):  # nobody waits for it any more
+        with contextlib.suppress(ConnectionResetError):  # no caller waits for it any more
             await self.send(call, kind, parts)
 
     def _packed(self, answer: object) -> tuple[int, Parts]:

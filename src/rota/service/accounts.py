@@ -70,18 +70,18 @@ class Caller:
             mine = ", ".join(f"{one.word} of {path or 'all queues'}" for path, one in self.grants) or "nothing"
             raise NotAllowed(f"this needs the role {role.word} on {where}", hint=f"{self.user} is {mine}")
 
-    def sees(self, story: JobHistory) -> bool:
+    def sees(self, history: JobHistory) -> bool:
         """True when a job may be known to exist."""
-        return self.has(Role.VIEWER, story.queue)
+        return self.has(Role.VIEWER, history.queue)
 
-    def reads(self, story: JobHistory) -> bool:
+    def reads(self, history: JobHistory) -> bool:
         """True when the output, the text and the events of a job may be read: its owner, and who runs its queue."""
-        return self.has(Role.QUEUE_ADMIN, story.queue) or (self.sees(story) and story.submitted.user == self.user)
+        return self.has(Role.QUEUE_ADMIN, history.queue) or (self.sees(history) and history.submitted.user == self.user)
 
-    def steers(self, story: JobHistory) -> bool:
+    def steers(self, history: JobHistory) -> bool:
         """True when a job may be stopped or changed."""
-        own = story.submitted.user == self.user and self.has(Role.USER, story.queue)
-        return own or self.has(Role.QUEUE_ADMIN, story.queue)
+        own = history.submitted.user == self.user and self.has(Role.USER, history.queue)
+        return own or self.has(Role.QUEUE_ADMIN, history.queue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +164,8 @@ class Redactor:
         return {self._caller.user, *visible}
 
     def _word(self, found: re.Match[str]) -> str:
-        story = self._jobs.get(JobId(found[0]))
-        return found[0] if story is None or self._caller.sees(story) else REDACTED
+        history = self._jobs.get(JobId(found[0]))
+        return found[0] if history is None or self._caller.sees(history) else REDACTED
 
     def _redacted(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -240,7 +240,7 @@ class Notifier:
                     _log.warning("webhook %s: %s", one, error)
                     records = ()
                 if records:
-                    await self._loop.wait_for(records[-1].number)  # the histories are to know what is told of them
+                    await self._loop.wait_for(records[-1].number)  # the histories are to know what is reported of them
                 for record in records:
                     if (body := self._body(target, record)) is not None:
                         await self._deliver(http, target, record.number, body, secret)

@@ -195,7 +195,7 @@ class TensorReader:
                 return leased, self._hold(seq, leased, sealed, epoch)
             except (ScriptRefused, RotaError):
                 raise
-            except BaseException:  # Ctrl-C: it may have been done, and nobody would end the leases
+            except BaseException:  # Ctrl-C: it may have been done, and the leases would never end
                 again = [one.version for one in space.registry.get(space.client, seq, wanted)]
                 space.registry.release(space.client, [(v, seq) for v in again if not space.leases.has(v)])
                 raise

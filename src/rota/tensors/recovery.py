@@ -153,7 +153,7 @@ class _Plan:
     def __init__(self, space: Space) -> None:
         self._space = space
         self.report = Recovered()
-        self.newest = space.table.newest()  # no header tells of an id whose block was given back
+        self.newest = space.table.newest()  # no header has an id whose block was given back
         self.top_slot = 0
         self.slots_max = len(space.table.words) // 2 - 1
         self._found: dict[int, ScannedBlock] = {}
@@ -227,10 +227,10 @@ class _Plan:
             name["pe"] = max(name.get("pe", 0), header.epoch)
 
     def take_leases(self, live: dict[str, list[int]]) -> None:
-        """Leases of the living; a version that is no longer current stays, doomed, for them."""
+        """Leases of living clients; a version that is no longer current is kept for them until they end."""
         for client, versions in live.items():
             kept = self._leases.setdefault(client, [])
-            for version in dict.fromkeys(versions):  # noted twice: ended, not told yet, and leased again meanwhile
+            for version in dict.fromkeys(versions):  # noted twice: ended, not reported yet, and leased again meanwhile
                 if version not in self._versions:
                     found = self._found.get(version)
                     if found is None or found.header is None:

@@ -310,7 +310,7 @@ def _alone(queue: Queue, types: set[str] | None) -> Iterator[tuple[str, dict[str
     most = _amounts(queue.limit)
     for kind, value in _amounts(queue.guaranteed).items():
         if value > most.get(kind, value):
-            text = f"{_told(kind, value)} promised to {queue.path!r}, its limit is {_number(kind, most[kind])}"
+            text = f"{_share(kind, value)} promised to {queue.path!r}, its limit is {_number(kind, most[kind])}"
             yield "guaranteed", {"message": text, "hint": "raise the limit or lower the guarantee"}
             break
     for name, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit), ("user_limit", queue.user_limit)):
@@ -335,7 +335,7 @@ def _promised_too_much(queues: Sequence[Queue], nodes: Sequence[Node]) -> Iterat
                 yield BrokenRule(
                     index=index,
                     field="guaranteed",
-                    message=f"with {queue.path!r} {_told(kind, sums[key])} promised, {owner} {_number(kind, have)}",
+                    message=f"with {queue.path!r} {_share(kind, sums[key])} promised, {owner} {_number(kind, have)}",
                     hint="lower a guarantee; a limit may be larger than what there is",
                 )
                 break
@@ -364,7 +364,7 @@ def _capacity(nodes: Sequence[Node], kind: str) -> float | None:
     return sum(kind in ("gpus", f"{device.type} devices") for node in nodes for device in node.devices)
 
 
-def _told(kind: str, value: float) -> str:
+def _share(kind: str, value: float) -> str:
     return f"{_number(kind, value)} {'of memory' if kind == 'memory' else kind} are"
 
 

@@ -204,7 +204,7 @@ def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: di
                 return None  # the commit to go back to is not the last one yet
             peers = tuple(peer for peer in ctx.plan.mesh_peers(one.id) if ctx.instances[peer].active)
             if len(ctx.plan.mesh_peers(one.id)) == 1:
-                peers = (one.id,)  # one that stands by alone gets ready too
+                peers = (one.id,)  # a standby alone gets ready too
             elif one.spare:
                 return None
             if not all(ctx.instances[peer].alive and ctx.instances[peer].epoch == one.epoch for peer in peers):

@@ -377,7 +377,7 @@ class FailoverCoordinator:
         lost = self.lost(level, cause)
         before = ctx.failover.scope if ctx.failover else ()
         joined = [one for one in before if not ctx.instances[one].retired]
-        # What stands by is in nobody's world: its loss touches it alone.
+        # A standby is in no world: its loss touches it alone.
         edges = ctx.spec.weights if ctx.spec is not None and restore is not None and restore < ctx.committed else ()
         readers = {edge.target for edge in edges}
         seeds = [one for one in (*lost, *joined) if ctx.instances[one].active]
@@ -477,7 +477,7 @@ def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
 def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
     scope = tuple(InstanceId(role, rank) for role, rank, _ in event.scope)
     coordinator = FailoverCoordinator(ctx)
-    # A world that changes its size goes on in the processes that live.
+    # A world that changes its size continues in the processes that live.
     shrinks = {role for role, _ in event.leave if _is_world_of(ctx, role)}
     wide = coordinator.whole_roles(event.level, event.role) - shrinks
     lost = coordinator.lost(event.level, cause) if ctx.losses or cause.reason is not Reason.RESIZED else ()
@@ -566,7 +566,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         new = _replace(one, failover.epoch, lost=member in away)
         return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
 
-    # Without another node nobody waits for one: who is not replaced now comes up again where it was, too.
+    # Without another node no instance waits for one: who is not replaced now comes up again where it was, too.
     back = [one for one in unplaced(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
     asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
     instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]

@@ -343,7 +343,7 @@ class Ledger:
         made.admitted = made.trained + made.dropped.total() + made.open
         made.again = cut["again"] + made.open
         made.cursor = cut["cursor"]
-        # Numbers go on after those of the open items; they only give the order.
+        # Numbers continue after those of the open items; they only give the order.
         made._renumber()
         assert made.admitted == cut["admitted"], f"{spec.name}: a cut that does not add up: {cut}"
         return made

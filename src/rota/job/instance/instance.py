@@ -340,7 +340,7 @@ class Instance:
         while True:
             try:
                 await self._beat()
-            except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must go on running out
+            except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must keep running out
                 traceback.print_exc()
             silent_s = self._config.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
@@ -365,7 +365,7 @@ class Instance:
             try:
                 found = await asyncio.to_thread(self._devices.look)
             except OSError:
-                continue  # the driver is being taken down; the next look tells
+                continue  # the driver is being taken down; the next look shows it
             if found:
                 self._note_failure(NodeUnfit(found), self._epoch)
 

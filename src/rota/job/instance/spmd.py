@@ -445,7 +445,7 @@ async def run_setup(config: InstanceConfig) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETUP_MAX_S):
                     await child.wait()
-        finally:  # at its limit, or when a new epoch begins, which runs it again: what it started must not go on beside
+        finally:  # at its limit, or when a new epoch begins, which runs it again: what it started must not outlive it
             status = await _end(child, 0.0)
     if status != 0:
         text = f"setup ended with status {status}: {config.role.setup}"

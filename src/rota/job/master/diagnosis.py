@@ -117,7 +117,7 @@ class DiagnosisManager:
         """A SIGKILL that the kernel counted as one for memory was that."""
         before, now = self.kills, self.oom_kills()
         evidence = memory_evidence(lost.signal, before, now)
-        # One count proves one death: where the kernel ended several, the next to be told has its own.
+        # One count proves one death: where the kernel ended several, the next report has its own.
         self.kills = before + 1 if evidence and before is not None else now
         return replace(lost, reason=Reason.OOM_KILLED, text=evidence) if evidence else lost
 
@@ -270,7 +270,7 @@ class DiagnosisManager:
                 excuse = excuse or (MARKS_NOTHING if beat.collectives < 0 else MARKS_COLLECTIVES)
             extra_s = silent_s if self._is_silent(ctx, one) else 0.0
             if SETTING_UP in beat.busy:
-                still_s = 0.0  # it is ready, so this was told before: that took long is no hang
+                still_s = 0.0  # it is ready, so this was reported before: slow is not hung
             elif beat.busy:
                 idle_s = 0.0 if unmarked and beat.stopped_s else beat.idle_s
                 still_s = max(idle_s, beat.stopped_s) + extra_s

@@ -256,7 +256,7 @@ class Executor:
         try:
             raw: JsonObject = await self.launcher.call(self.handle(instance, started), call)
         except ProcessGone as error:
-            # The launcher's event of the death says more; this is only for a death that nobody saw.
+            # The launcher's event of the death says more; this is only for a death that was not seen.
             await self.clock.sleep(UNSEEN_DEATH_S)
             return Failure(epoch=started, reason=Reason.SIGNALLED, text=str(error))
         if raw["answer"] == "failed":

@@ -376,7 +376,7 @@ class JobMaster:
             try:
                 self.ctx = fold(self.ctx, record)
             except InvalidTransition as error:
-                error.events = tuple(self.story())
+                error.events = tuple(self.last_events())
                 raise
             if self._executor is not None:
                 commands = wanted(self.ctx)
@@ -462,7 +462,7 @@ class JobMaster:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
         beat = Heartbeat.from_json(raw)
         self._watch.heard(beat)
-        if self._loaded.is_set():  # before that it only keeps its lease; what it tells, it tells again
+        if self._loaded.is_set():  # before that it only keeps its lease; what it reports, it reports again
             self._judge(beat)
         table = self._table if self._table.version > beat.table_version else None
         return HeartbeatAnswer(master_epoch=self.epoch, table=table).to_json()
@@ -557,7 +557,7 @@ class JobMaster:
         beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in self._watch.beats.items()}
         return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
 
-    def story(self) -> list[str]:
+    def last_events(self) -> list[str]:
         """The last events, for the report of an internal failure."""
         return [f"{record.seq} {record.event}" for record in self._story]
 
@@ -628,7 +628,7 @@ class Master:
             os._exit(0)  # another master has taken over; this process must not answer in its place
         except Exception:  # noqa: BLE001 - the edge of the process: the engine starts it again, and it replays
             traceback.print_exc()
-            sys.stderr.write("the last events of the job:\n" + "\n".join(self._master.story()) + "\n")
+            sys.stderr.write("the last events of the job:\n" + "\n".join(self._master.last_events()) + "\n")
             sys.stderr.flush()
             await asyncio.sleep(CRASH_PAUSE_S)
             os._exit(1)

@@ -110,7 +110,7 @@ class Host:
             self._failure = raised(error)
             traceback.print_exc()
         if self._failure is not None and boot.restarts and ray.get_runtime_context().was_current_actor_reconstructed:
-            # Nobody waits for the constructor of a restarted master: end, so that Ray tries again, but not at once.
+            # No caller waits for the constructor of a restarted master: end, so that Ray tries again, but not at once.
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
 
@@ -200,7 +200,7 @@ def prepare(boot: Boot) -> None:
     os.environ[NAMESPACE_VARIABLE] = boot.namespace
     if "OMP_NUM_THREADS" not in boot.env:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
-    # Devices are numbered in the order of their bus addresses, which CUDA does only when told to.
+    # Devices are numbered in the order of their bus addresses, which CUDA does only on request.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "CUDA_VISIBLE_DEVICES" not in boot.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in boot.devices)

@@ -162,7 +162,7 @@ class RayLauncher:
     async def _until_unplaced(self, reservation: str, bundle: int) -> None:
         """Until the node of a bundle is gone: Ray would wait for it for ever, and whoever starts there with it."""
         await asyncio.sleep(_UNPLACED_POLL_S)
-        while await self._blocking(lambda: self._groups.stands(reservation, bundle)):
+        while await self._blocking(lambda: self._groups.is_placed(reservation, bundle)):
             await asyncio.sleep(_UNPLACED_POLL_S)
 
     async def start_master(self, start: MasterStart, *, timeout_s: float, avoid: Sequence[str] = ()) -> Handle:
@@ -433,7 +433,7 @@ class RayGroups:
             self._known[name] = found
         return self._known.get(name)
 
-    def stands(self, name: str, bundle: int) -> bool:
+    def is_placed(self, name: str, bundle: int) -> bool:
         """False when the node of a bundle is gone: Ray looks for another one, which the label of the host forbids."""
         group = self.find(name)
         table: JsonObject = placement_group_table(group) if group else {}

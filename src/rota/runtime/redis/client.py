@@ -51,7 +51,7 @@ class Address:
                 return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
         except ValueError:  # a port or database that is no number
             pass
-        shown = url.rpartition("@")[2]  # a password is nobody's business
+        shown = url.rpartition("@")[2]  # a password is shown nowhere
         raise BadInput(f"registry URL ...{shown!r}: unix:///PATH?db=N or redis://HOST:PORT/DB")
 
     @property

@@ -318,7 +318,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     }
     command = [program, *(word for pair in options.items() for word in pair)]
     # An instance may be the one who starts it. It must not count as a process of the engine then: state of jobs in it
-    # outlives the engine, and goes on with the next one.
+    # outlives the engine, and serves the next one.
     env = {name: value for name, value in environ.snapshot().items() if name != "ROTA_ENGINE"}
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_START_S, env=env)
     address = Address(path=str(path))

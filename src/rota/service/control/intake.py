@@ -162,7 +162,7 @@ class Intake:
     def _check_right(self, spec: JobSpec, caller: Caller | None) -> None:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
-        if caller is not None:  # without a service there is nobody to ask
+        if caller is not None:  # without a service nothing can be asked
             caller.need(Role.USER, spec.queue)
             Vault(self._home).check(caller.user, spec.secrets)
 

@@ -203,8 +203,8 @@ class ServiceLoop:
                 await self._write(list(outcome.marks))
                 wrote = True
         # 5. act: whatever the state asks for and is not under way
-        for story in tuple(self.installation.live.values()):
-            self._act(story)
+        for history in tuple(self.installation.live.values()):
+            self._act(history)
         return wrote
 
     def _decide(self, now: float) -> Outcome:
@@ -242,36 +242,36 @@ class ServiceLoop:
     async def _append_all(self, events: Iterable[tuple[JobId, Event]]) -> bool:
         wrote = False
         for job, event in events:
-            story = self.installation.live.get(job)
-            if story is not None:
-                wrote = await self._append_if_current(story, event) or wrote
+            history = self.installation.live.get(job)
+            if history is not None:
+                wrote = await self._append_if_current(history, event) or wrote
         return wrote
 
-    async def _append_if_current(self, story: JobHistory, event: Event) -> bool:
+    async def _append_if_current(self, history: JobHistory, event: Event) -> bool:
         try:
-            await self._write([event], job=story.id, expected_seq=story.seq)
+            await self._write([event], job=history.id, expected_seq=history.seq)
         except SeqConflict:
             self._due_at = 0.0  # the job moved on: read, then decide again
         return True
 
     async def _end_the_waiting(self) -> bool:
         wrote = False
-        for story in tuple(self.installation.live.values()):
-            if story.stop is not None and not story.attempts:
-                reason = story.stop.reason
-                ended = JobEnded(state=final_state(reason), reason=reason, text=f"stopped by {story.stop.by}")
-                wrote = await self._append_if_current(story, ended) or wrote
+        for history in tuple(self.installation.live.values()):
+            if history.stop is not None and not history.attempts:
+                reason = history.stop.reason
+                ended = JobEnded(state=final_state(reason), reason=reason, text=f"stopped by {history.stop.by}")
+                wrote = await self._append_if_current(history, ended) or wrote
         return wrote
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
-    def _act(self, story: JobHistory) -> None:
-        if story.state is JobState.SUBMITTED and story.stop is None:
-            self._spawn(f"inspect/{story.id}", self._inspect(story))
-        elif story.attempts and (story.state.holds_devices or story.stop is not None):
-            wanted = (story.attempts[-1].attempt, self.engine.generation)
-            if self._mastered.get(story.id) != wanted:
-                self._spawn(f"master/{story.id}", self._ensure_master(story))
+    def _act(self, history: JobHistory) -> None:
+        if history.state is JobState.SUBMITTED and history.stop is None:
+            self._spawn(f"inspect/{history.id}", self._inspect(history))
+        elif history.attempts and (history.state.holds_devices or history.stop is not None):
+            wanted = (history.attempts[-1].attempt, self.engine.generation)
+            if self._mastered.get(history.id) != wanted:
+                self._spawn(f"master/{history.id}", self._ensure_master(history))
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         if name in self._tasks or self.stopping:
@@ -300,46 +300,46 @@ class ServiceLoop:
         self._fenced = fenced
         self._wake.set()
 
-    async def _inspect(self, story: JobHistory) -> None:
+    async def _inspect(self, history: JobHistory) -> None:
         async with self._inspections:
-            spec = story.spec
-            found = await inspect_workloads(spec, story.submitted.workdir)
-        if story.spec is not spec:
+            spec = history.spec
+            found = await inspect_workloads(spec, history.submitted.workdir)
+        if history.spec is not spec:
             return  # it was edited meanwhile: the next turn looks at what it is now
         if isinstance(found, Refused):
             ended = JobEnded(
                 state=final_state(found.reason),
                 reason=found.reason,
                 text=found.text,
-                role=next((role.name for role in story.spec.roles if role.name == found.role), None),
+                role=next((role.name for role in history.spec.roles if role.name == found.role), None),
                 traceback=found.traceback,
             )
-            await self._append_if_current(story, ended)
+            await self._append_if_current(history, ended)
             return
-        await self._append_if_current(story, JobQueued(spec=found))
+        await self._append_if_current(history, JobQueued(spec=found))
 
-    async def _ensure_master(self, story: JobHistory) -> None:
-        attempt = story.attempts[-1].attempt
+    async def _ensure_master(self, history: JobHistory) -> None:
+        attempt = history.attempts[-1].attempt
         for pause_s in (*RETRY_S, None):
             generation = self.engine.generation
             try:
-                await self.engine.ensure_master(story.id)
+                await self.engine.ensure_master(history.id)
             except EngineUnavailable as error:
-                await self._tell_waiting(story, str(error))
+                await self._report_waiting(history, str(error))
                 if pause_s is None:
                     return
                 await self.clock.sleep(pause_s)
                 continue
-            self._mastered[story.id] = (attempt, generation)
+            self._mastered[history.id] = (attempt, generation)
             await self._note_engine()
             return
 
-    async def _tell_waiting(self, story: JobHistory, text: str) -> None:
+    async def _report_waiting(self, history: JobHistory, text: str) -> None:
         """Let people see that the job has devices and waits for the engine; once for each cause."""
-        _log.warning("master of %s: %s", story.id, text)
-        known = story.waits
+        _log.warning("master of %s: %s", history.id, text)
+        known = history.waits
         if known is None or known.reason is not Reason.ENGINE_STARTING or known.text != text:
-            await self._append_if_current(story, JobWaits(reason=Reason.ENGINE_STARTING, text=text))
+            await self._append_if_current(history, JobWaits(reason=Reason.ENGINE_STARTING, text=text))
 
     async def _note_engine(self) -> None:
         """Record that the engine is another one, or that its state is not durable; once each."""

@@ -60,7 +60,7 @@ def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> BackupDocume
     log = SqlLog(db_url(settings))
     partial = out.with_name(f".{out.name}.partial")
     try:
-        told = _cursors(home)  # before the end of the log: a webhook may be told twice, and never skips
+        told = _cursors(home)  # before the end of the log: a webhook may be sent twice, and never skips
         last = log.last_number()
         with tarfile.open(fileobj=_private(partial), mode="w:gz", compresslevel=3) as tar:
             _add(tar, ABOUT, [json.dumps({"form": FORM, "records": last})])
@@ -166,7 +166,7 @@ def _add_file(tar: tarfile.TarFile, home: Home, path: Path) -> int:
 
 
 def _add(tar: tarfile.TarFile, name: str, texts: Iterable[str]) -> None:
-    with tempfile.TemporaryFile() as file:  # the size stands before the bytes
+    with tempfile.TemporaryFile() as file:  # the size comes before the bytes
         for text in texts:
             file.write(text.encode())
         info = tarfile.TarInfo(name)

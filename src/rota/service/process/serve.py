@@ -192,7 +192,7 @@ def run(settings: Settings) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     os.umask(0o077)
-    # children find the same home, log and registry, however this process was told of them
+    # children find the same home, log and registry, however this process got them
     environ.export(environ.HOME, settings.home)
     environ.export(environ.SERVICE, settings.home)
     environ.export(environ.DB_URL, settings.db_url)

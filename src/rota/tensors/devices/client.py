@@ -365,9 +365,9 @@ class Devices:
 
     def _start(self, uuid: str) -> None:
         words = (str(self._home.root), self._namespace, self.driver.name, uuid)
-        # it is nobody's instance, and outlives whoever happened to need it first
-        nobody = dict.fromkeys(("ROTA_TENSORS_DIE_AT", "ROTA_ENGINE", environ.JOB, environ.INSTANCE, environ.EPOCH))
-        env = {**nobody, environ.REDIS_URL: self._url or None}
+        # it belongs to no instance, and outlives the client that needed it first
+        unset = dict.fromkeys(("ROTA_TENSORS_DIE_AT", "ROTA_ENGINE", environ.JOB, environ.INSTANCE, environ.EPOCH))
+        env = {**unset, environ.REDIS_URL: self._url or None}
         what = process.Spawn(command=(sys.executable, "-m", "rota.tensors.keeper", *words), env=env, log=self.log(uuid))
         process.spawn(what, name="keeper")
 

@@ -83,7 +83,7 @@ def token(
     curl -H "Authorization: Bearer $(rota token)" http://127.0.0.1:7700/api/v1/jobs
     """
     if not action:
-        return flags.tell(lambda: _in_use(flags), lambda term, document: term.line(document["token"]))
+        return flags.show(lambda: _in_use(flags), lambda term, document: term.line(document["token"]))
     terminal = flags.terminal()
     if action not in ("create", "ls", "rm") or (action == "rm" and not id_):
         raise BadInput(f"rota token {action} {id_}".rstrip() + ": not understood", hint="rota token create, ls, rm ID")
@@ -234,7 +234,7 @@ def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:
     def show(term: Terminal, document: Mapping[str, Any]) -> None:
         term.line(f"logged out of {document['url']}" if document["url"] else "no login")
 
-    return flags.tell(lambda: {"kind": "Login", "url": forget_login()}, show)
+    return flags.show(lambda: {"kind": "Login", "url": forget_login()}, show)
 
 
 def webhook(

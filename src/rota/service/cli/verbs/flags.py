@@ -53,9 +53,9 @@ class Flags:
             with self.client() as client:
                 return ask(client)
 
-        return self.tell(asked, show)
+        return self.show(asked, show)
 
-    def tell(
+    def show(
         self,
         make: Callable[[], D],
         show: Callable[[Terminal, D], None],

@@ -68,8 +68,8 @@ def _used(queue: Mapping[str, Any]) -> str:
 
 
 def _limits(queue: Mapping[str, Any]) -> str:
-    told = {name: promise(queue.get(name), queue.get(f"{name}_cpus")) for name in ("guaranteed", "limit")}
-    return "".join(f", {name} {text}" for name, text in told.items() if text)
+    shown = {name: promise(queue.get(name), queue.get(f"{name}_cpus")) for name in ("guaranteed", "limit")}
+    return "".join(f", {name} {text}" for name, text in shown.items() if text)
 
 
 def estimate_text(estimate: EstimateDocument | DryRunEstimate | None) -> str:
@@ -191,8 +191,8 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     for instance, text in doc["stacks"].items():
         term.line(f"\nstacks of {instance}:\n{text.rstrip()}")
     if not (cause or named or doc["waits"] or doc["items"]):
-        told = "no waits" if doc["live"] else "its master does not answer" if _runs(doc["state"]) else "nothing runs"
-        term.line(f"{doc['job']} {doc['state']}: {told}")
+        shown = "no waits" if doc["live"] else "its master does not answer" if _runs(doc["state"]) else "nothing runs"
+        term.line(f"{doc['job']} {doc['state']}: {shown}")
     term.line(f"see also: {doc['see']}")
 
 
@@ -347,7 +347,7 @@ def _look(client: Client, job: str) -> JsonObject:
 
 
 def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> JsonObject:
-    told = one.get("progress") or {}
+    shown = one.get("progress") or {}
     return {
         "job": job["id"],
         "instance": one["instance"],
@@ -355,15 +355,15 @@ def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> JsonObject:
         "node": one["node"],
         "pid": one["pid"],
         "restarts": one["restarts"],
-        "doing": told.get("quiet") or ", ".join(told.get("busy") or ()),
-        "waits_for": told.get("waits_for", []),
-        "progress": told.get("n"),
-        "unit": told.get("unit", ""),
-        "step_s": told.get("step_s"),
-        "idle_s": told.get("idle_s"),
-        "cpus": told.get("cpus"),
-        "rss_bytes": told.get("rss_bytes"),
-        "beat_age_s": told.get("beat_age_s"),
+        "doing": shown.get("quiet") or ", ".join(shown.get("busy") or ()),
+        "waits_for": shown.get("waits_for", []),
+        "progress": shown.get("n"),
+        "unit": shown.get("unit", ""),
+        "step_s": shown.get("step_s"),
+        "idle_s": shown.get("idle_s"),
+        "cpus": shown.get("cpus"),
+        "rss_bytes": shown.get("rss_bytes"),
+        "beat_age_s": shown.get("beat_age_s"),
     }
 
 

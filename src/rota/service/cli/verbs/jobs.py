@@ -77,8 +77,8 @@ def ps(
 
 
 def _why(job: Mapping[str, Any]) -> str:
-    told = [part for part in (job["reason"], job["phase"]) if part]
-    return ", ".join(told if job["state"] in ("QUEUED", "PREEMPTING") else told[:1])
+    shown = [part for part in (job["reason"], job["phase"]) if part]
+    return ", ".join(shown if job["state"] in ("QUEUED", "PREEMPTING") else shown[:1])
 
 
 JOBS = Table(
@@ -357,8 +357,8 @@ def _each(
                 items.append({"job": found["id"], "done": True, "state": found["state"], "text": found["text"]})
     answer = {"kind": "ActionList", "action": action, "items": items}
     rows = [f"{one['job']} {one.get('state') or f'refused to {action}'}" for one in items]
-    told = [row + (f": {one['text']}" if one["text"] else "") for row, one in zip(rows, items, strict=True)]
-    flags.terminal().show(answer, lambda term: term.line("\n".join(told)))
+    shown = [row + (f": {one['text']}" if one["text"] else "") for row, one in zip(rows, items, strict=True)]
+    flags.terminal().show(answer, lambda term: term.line("\n".join(shown)))
     return worst
 
 
@@ -389,8 +389,8 @@ def scale(
         document = client.scale(job, name, n)
     now = next(one for one in document["roles"] if one["name"] == name)
     shall = f"{name} shall have {counted(now['replicas'], 'instance')}, {now['ready']} ready"
-    told = f"{document['id']} {document['state']}: {shall}"
-    terminal.show(document, lambda term: term.line(told))
+    shown = f"{document['id']} {document['state']}: {shall}"
+    terminal.show(document, lambda term: term.line(shown))
     return 0
 
 

@@ -136,7 +136,7 @@ def validate(
     from rota.service.plans import validate_document
 
     given = {"calibrate": calibrate, "seed": seed}
-    return flags.tell(lambda: validate_document(tables, table, hardware=hardware, **given), _validation)
+    return flags.show(lambda: validate_document(tables, table, hardware=hardware, **given), _validation)
 
 
 def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ def calibrate(
     """
     from rota.service.plans import calibrate_document
 
-    return flags.tell(lambda: calibrate_document(out, ranks=ranks), MEASURED)
+    return flags.show(lambda: calibrate_document(out, ranks=ranks), MEASURED)
 
 
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:

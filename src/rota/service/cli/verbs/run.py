@@ -78,7 +78,7 @@ def run(
         body["ignore_image"] = True
     terminal = flags.terminal()
     follow = terminal.live and not detach and not terminal.json and not wait
-    timeout_s = ago_s(timeout)  # every mistake is told before anything is started
+    timeout_s = ago_s(timeout)  # every mistake is reported before anything is started
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
@@ -86,7 +86,7 @@ def run(
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
     if dry_run:
-        return flags.tell(lambda: _plan(flags, terminal, body, pretend), _plan_table)
+        return flags.show(lambda: _plan(flags, terminal, body, pretend), _plan_table)
     if pretend:
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
     with _client(flags, terminal) as client:
@@ -188,11 +188,11 @@ def _as_given(changes: Mapping[str, str], ask: Callable[[], T], headers: Mapping
     try:
         return ask()
     except JobFileError as exc:
-        told = tuple(_told_of_flag(one, changes, headers or {}) for one in exc.problems)
-        raise JobFileError(told, hint=exc.hint, **exc.fields) from None
+        shown = tuple(_flag_text(one, changes, headers or {}) for one in exc.problems)
+        raise JobFileError(shown, hint=exc.hint, **exc.fields) from None
 
 
-def _told_of_flag(problem: Problem, changes: Mapping[str, str], headers: Mapping[str, Problem]) -> Problem:
+def _flag_text(problem: Problem, changes: Mapping[str, str], headers: Mapping[str, Problem]) -> Problem:
     header = headers.get(problem.source) if problem.file.startswith("--set") else None
     if header is not None and problem.source not in changes:
         return replace(problem, file=header.file, line=header.line, col=header.col, source=header.source)

@@ -256,7 +256,7 @@ def doctor(
     """
     from rota.service.doctor import examine
 
-    return flags.tell(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
+    return flags.show(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
 
 
 def _report(term: Terminal, report: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def run(
     if log is not None:
         if trace is not None or vcs is not None:
             raise BadInput("--log takes the place of --trace and --vcs")
-        return flags.tell(lambda: sim_replay(log, profile), _replay, lambda document: document["different"])
+        return flags.show(lambda: sim_replay(log, profile), _replay, lambda document: document["different"])
     if trace is None or vcs is None:
         raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
@@ -74,7 +74,7 @@ def run(
         "sharing_speed": sharing_speed,
     }
     given: RunOptions = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots}
-    return flags.tell(lambda: sim_run(trace, vcs, profile, costs=costs, **given), partial(_run, jobs=jobs))
+    return flags.show(lambda: sim_run(trace, vcs, profile, costs=costs, **given), partial(_run, jobs=jobs))
 
 
 def compare(
@@ -101,7 +101,7 @@ def compare(
         raise BadInput("--profiles names none", hint="for example private,pool")
     _positive(scale)
     given: CompareOptions = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
-    return flags.tell(lambda: sim_compare(trace, vcs, names, **given), _compare)
+    return flags.show(lambda: sim_compare(trace, vcs, names, **given), _compare)
 
 
 def fgd(
@@ -120,7 +120,7 @@ def fgd(
     """
     from rota.service.offline import sim_fgd
 
-    return flags.tell(lambda: sim_fgd(nodes, pods, policy, seed=seed), _fill)
+    return flags.show(lambda: sim_fgd(nodes, pods, policy, seed=seed), _fill)
 
 
 def cases(
@@ -137,7 +137,7 @@ def cases(
     """
     from rota.service.offline import sim_cases
 
-    return flags.tell(lambda: sim_cases(file, profile), _cases, lambda document: document["failed"])
+    return flags.show(lambda: sim_cases(file, profile), _cases, lambda document: document["failed"])
 
 
 def _positive(scale: float) -> None:

@@ -32,7 +32,7 @@ def init(
     if list_ or not template:
         rows = [{"name": name, "text": about(name)} for name in names]
         document = {"kind": "TemplateList", "items": rows, "next": None}
-        return flags.tell(lambda: document, Table(columns={"TEMPLATE": "name", "WHAT": "text"}))
+        return flags.show(lambda: document, Table(columns={"TEMPLATE": "name", "WHAT": "text"}))
     if template not in names:
         raise unknown(f"no template {template!r}", template, names, "templates")
     folder = (dir_ or Path(template)).expanduser()

@@ -29,7 +29,7 @@ def ls(
     """
     from rota.service.views.tensor_documents import tensor_list
 
-    return flags.tell(lambda: tensor_list(prefix, namespace=namespace), TENSORS)
+    return flags.show(lambda: tensor_list(prefix, namespace=namespace), TENSORS)
 
 
 TENSORS = Table(
@@ -64,7 +64,7 @@ def stat(
     """
     from rota.service.views.tensor_documents import tensor
 
-    return flags.tell(lambda: tensor(name, namespace=namespace), _one)
+    return flags.show(lambda: tensor(name, namespace=namespace), _one)
 
 
 def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def top(
     """
     from rota.service.views.tensor_documents import tensor_top
 
-    return flags.tell(lambda: tensor_top(max(1, count), namespace=namespace), LARGEST)
+    return flags.show(lambda: tensor_top(max(1, count), namespace=namespace), LARGEST)
 
 
 LARGEST = Table(
@@ -116,7 +116,7 @@ def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     """
     from rota.service.views.tensor_documents import tensor_doctor
 
-    return flags.tell(lambda: tensor_doctor(namespace=namespace), _checks, _fails)
+    return flags.show(lambda: tensor_doctor(namespace=namespace), _checks, _fails)
 
 
 def _fails(document: Mapping[str, Any]) -> bool:
@@ -171,7 +171,7 @@ def fsck(
     """
     from rota.service.views.tensor_documents import tensor_fsck
 
-    return flags.tell(lambda: tensor_fsck(namespace=namespace, repair=repair), _fsck, _broken)
+    return flags.show(lambda: tensor_fsck(namespace=namespace, repair=repair), _fsck, _broken)
 
 
 def _broken(document: Mapping[str, Any]) -> bool:
@@ -204,7 +204,7 @@ def recover(
         text = f"{counted(doc['names'], 'name')}, {counted(doc['leases'], 'lease')} in {doc['seconds']} s"
         term.line(doc.get("text") or text)
 
-    return flags.tell(lambda: tensor_recover(namespace=namespace, dry_run=dry_run), show)
+    return flags.show(lambda: tensor_recover(namespace=namespace, dry_run=dry_run), show)
 
 
 def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:

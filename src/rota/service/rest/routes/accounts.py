@@ -255,7 +255,7 @@ def _owner(caller: Caller) -> str:
 
 async def _forget_secrets(app: AppState, owner: str) -> None:
     for secret in await asyncio.to_thread(app.vault.names, owner):
-        with suppress(UnknownName):  # somebody else was faster
+        with suppress(UnknownName):  # another request was faster
             await asyncio.to_thread(app.vault.remove, owner, secret)
 
 

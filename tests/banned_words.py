@@ -1,8 +1,8 @@
 """Words that no text of the project uses; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
 
-Looked at are the string literals and docstrings of ``src/rota``, the texts of ``web/src``, README.md and the pages of
-``docs`` that people write, and the names of files. What is left in each file is recorded in ``words_left.txt`` and only
-becomes less: ``--record`` writes that file again.
+Looked at are the string literals, docstrings and comments of ``src/rota``, the texts of ``web/src``, README.md and the
+pages of ``docs`` that people write, and the names of files. What is left in each file is recorded in ``words_left.txt``
+and only becomes less: ``--record`` writes that file again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,10 +105,14 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def _in_python(path: Path) -> Iterator[Place]:
-    """In literals of more than one word: a single one is a name, such as that of a field."""
+    """In comments, and in literals of more than one word: a single one is a name, such as that of a field."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\s", node.value.strip()):
             yield from _in_text(path, node.value, node.lineno)
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield from _in_text(path, token.string, token.start[0])
 
 
 def _in_web(path: Path) -> Iterator[Place]:

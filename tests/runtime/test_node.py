@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from rota.runtime.node import CPUS_MIN, cores_allowed, local_node, nvidia_devices, own_names
+from rota.runtime.node import CPUS_MIN, cores_allowed, local_node, network_environment, nvidia_devices, own_names
 
 INFORMATION = "Model: \t\t NVIDIA {model} 80GB HBM3\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{n}\nBus Type: \t PCIe\n"
 
@@ -61,3 +63,14 @@ def test_cores_are_those_of_the_mask_or_fewer_under_a_quota(
 
 def test_a_machine_knows_its_name_and_its_loopback_address() -> None:
     assert {socket.gethostname().lower(), "127.0.0.1"} <= own_names()
+
+
+def test_the_interface_of_the_address_of_a_node_is_the_one_its_libraries_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth1": [SimpleNamespace(address="10.0.0.7")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: given)
+    assert network_environment("10.0.0.7") == {
+        "ROTA_NODE_ADDRESS": "10.0.0.7",
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "eth1"),
+    }
+    assert network_environment("10.9.9.9") == {"ROTA_NODE_ADDRESS": "10.9.9.9"}, "an address behind a translation"
+    assert network_environment("127.0.0.1") == {"ROTA_NODE_ADDRESS": "127.0.0.1"}, "one machine works by itself"

@@ -305,6 +305,15 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
 
 
+def try_lock(fd: int) -> bool:
+    """Lock an open file for this descriptor alone (flock); False while another has it. The kernel frees it at death."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def locking(path: Path) -> tuple[ProcessId, ...]:
     """Every running process of this user that has this file locked, also when it was removed meanwhile.
 

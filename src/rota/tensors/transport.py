@@ -11,6 +11,7 @@ from typing import Final
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
+from rota.runtime.process import try_lock
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
 from rota.tensors.core import Json, Tensor
@@ -55,7 +56,7 @@ def pull(
                 return plane.get_group(group, min_step=min_step, wait_s=max(0.0, min(_TURN_S, left_s)), as_=as_)
             except (errors.NotFound, errors.WaitTimeout):
                 pass
-            if _try_lock(fd):
+            if try_lock(fd):
                 try:
                     if _fetch_once(plane, group, fetch, min_step, retain):
                         continue  # it is there now, whatever the time
@@ -79,11 +80,3 @@ def _fetch_once(plane: Plane, group: str, fetch: Callable[[], Pulled | None], mi
         return False
     plane.publish_group(group, found.tensors, step=found.step, epoch=found.epoch, meta=found.meta, retain=retain)
     return found.step >= min_step
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

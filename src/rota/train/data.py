@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Final, Literal, Protocol, TypedDict
 
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
+from rota.runtime.process import try_lock
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
 from rota.train.plan.hardware import Json
 
@@ -420,18 +421,10 @@ class DataCache:
         end_s = clock.monotonic_s() + self._lock_s
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _take(fd):
+            while not try_lock(fd):
                 if clock.monotonic_s() > end_s:
                     raise TimedOut(f"{path}: held by another process for {self._lock_s:g} s", hint="raise lock_s")
                 blocking_sleep(LOOK_S)
             yield
         finally:
             os.close(fd)
-
-
-def _take(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

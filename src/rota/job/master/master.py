@@ -273,7 +273,7 @@ class JobMaster:
             await self._grant(AppendRequest(MasterStarted(master_epoch=self.epoch, pid=self._pid)))
             # 4 ask what is alive, and compare: the missing are lost, the unexpected must go
             await self._reattach()
-            self._saved_s = self._clock.wall_s()  # what was saved before is no boundary now
+            self._saved_s = self._clock.wall_s()  # what was saved before is not a boundary now
             self._loaded.set()
             # 5 for ever: what is decided, then what was reported, then what others wrote
             self._own(self._watch_silences())

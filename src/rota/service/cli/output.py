@@ -236,7 +236,7 @@ def form_of(word: str) -> Form | None:
 def terminal_for(*, form: Form, quiet: bool, no_color: bool) -> Terminal:
     """The terminal of this process; NO_COLOR, TERM=dumb and a pipe are obeyed."""
     tty = sys.stdout.isatty()
-    environ = os.environ  # noqa: TID251 - how a terminal looks is no setting of Rota
+    environ = os.environ  # noqa: TID251 - how a terminal looks is not a setting of Rota
     plain = no_color or bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
     live = tty and environ.get("TERM") != "dumb"
     return Terminal(

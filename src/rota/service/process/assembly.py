@@ -124,7 +124,7 @@ def _names(settings: Settings) -> frozenset[str]:
 def make_engine(settings: Settings, home: Home) -> Engine:
     """The gateway to Ray, or its stand-in where Ray is not installed. Imports nothing of Ray."""
     found = importlib.util.find_spec("ray")
-    if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is no package
+    if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is not a package
         return NoEngine("Ray is not installed")
     if settings.ray_address:
         return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(address=settings.ray_address))

@@ -71,7 +71,7 @@ deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
 	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --timeout 1800 -m "(real or slow) and not gpu"
 
 machines: $(VENV)/.setup-dev ## jobs over several machines, made of network namespaces on this one; needs root
-	$(BIN)/pytest -q tests/machines
+	ROTA_MACHINES=1 $(BIN)/pytest -q tests/machines
 
 SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one, LOG=sql runs over SQLite, on all cores or JOBS=n

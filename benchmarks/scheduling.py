@@ -30,7 +30,7 @@ from rota.cluster.policies import get_profile
 from rota.cluster.sim.runs import SimInput, compared, document, load, simulate
 from rota.cluster.sim.traces import Tenant, generate
 from rota.runtime.clock import SystemClock
-from rota.runtime.random import SeededChance
+from rota.runtime.random import SeededRandom
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res, pretend_nodes
@@ -38,6 +38,8 @@ from run import Row, hand_in
 
 SIZES = ((1,), (1,), (1,), (2,), (4,), (8,), (8, 8))
 TENANTS = 4
+URGENT, URGENT_SHARE = 50, 0.25
+"""Priority of urgent jobs, and how many of them there are where several users ask."""
 OPPORTUNISTIC_MEAN_S = 6 * 3600.0
 MEAN_DEVICES = 33 / 7
 """Of the jobs that ``generate`` makes."""
@@ -56,9 +58,12 @@ def machine() -> dict[str, object]:
     return {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
 
 
-def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str) -> dict[str, object]:
-    """Decision times on a full cluster with ``queued`` waiting gangs, one job ending before each decision."""
-    rng = random.Random(0)
+def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str, users: int = 1) -> dict[str, object]:
+    """Decision times on a full cluster with ``queued`` waiting gangs, one job ending before each decision.
+
+    With several users a quarter of the jobs is urgent.
+    """
+    rng, mix = random.Random(0), random.Random(1)
     nodes = pretend_nodes(f"{max(1, devices // 128)}x{min(16, devices // 8)}x8", host="bench")
     queues = [Queue(path=f"t{i}", guaranteed=Res(cpus=0, gpus=devices / TENANTS)) for i in range(TENANTS)]
     state, profile = State(nodes, queues), get_profile(profile_name)
@@ -71,6 +76,8 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
             queue=f"t{rng.randrange(TENANTS)}",
             queued_at=float(number),
             est_s=float(rng.randrange(60, 7200)),
+            user=f"u{mix.randrange(users)}",
+            priority=URGENT if users > 1 and mix.random() < URGENT_SHARE else 0,
         )
         apply(state, JobArrived(ask=ask), float(number))
         if (number + 1) % min(50, queued) == 0 or state.free.sum() == 0:
@@ -91,6 +98,7 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
     return {
         "devices": devices,
         "queued": queued,
+        "users": users,
         "profile": profile_name,
         **{
             name: {"p50": round(float(p50), 3), "p99": round(float(p99), 3)}
@@ -126,7 +134,7 @@ def trace_of(given: argparse.Namespace) -> SimInput:
     if given.trace is not None:
         return load(given.trace, given.vcs, scale=given.scale)
     tenants = tuple(Tenant(vc=f"t{i}", nodes=8 + 4 * i) for i in range(8))
-    trace = generate(SeededChance(0), tenants, jobs=GENERATED, load=0.7)
+    trace = generate(SeededRandom(0), tenants, jobs=GENERATED, load=0.7)
     return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=0)
 
 
@@ -136,7 +144,7 @@ def guarantee(given: SimInput, opportunistic: float) -> dict[str, Any]:
         span_s = given.trace.jobs[-1].submit_s - given.trace.jobs[0].submit_s
         devices = sum(tenant.nodes * tenant.gpus_per_node for tenant in given.tenants)
         count = int(opportunistic * devices * span_s / OPPORTUNISTIC_MEAN_S / MEAN_DEVICES)
-        more = generate(SeededChance(1), given.tenants, jobs=count, load=opportunistic, mean_s=OPPORTUNISTIC_MEAN_S)
+        more = generate(SeededRandom(1), given.tenants, jobs=count, load=opportunistic, mean_s=OPPORTUNISTIC_MEAN_S)
         given = replace(given, trace=given.trace.beside(more))
     return compared(given, ["private", "hived", "pool-spread"], SystemClock())["profiles"]
 
@@ -144,7 +152,11 @@ def guarantee(given: SimInput, opportunistic: float) -> dict[str, Any]:
 def measure(given: argparse.Namespace) -> Any:
     """The result of one command."""
     if given.command == "decide":
-        return [measure_decisions(n, given.queued, given.rounds, given.profile) for n in given.devices]
+        return [
+            measure_decisions(n, given.queued, given.rounds, profile, given.users)
+            for profile in given.profile
+            for n in given.devices
+        ]
     played = trace_of(given)
     if given.command == "guarantee":
         return guarantee(played, given.opportunistic)
@@ -173,7 +185,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--devices", type=int, nargs="+", default=[128, 1024, 2304, 8192])
     one.add_argument("--queued", type=int, default=1000)
     one.add_argument("--rounds", type=int, default=100)
-    one.add_argument("--profile", default="fifo")
+    one.add_argument("--users", type=int, default=1, help="with several users a quarter of the jobs is urgent")
+    one.add_argument("--profile", nargs="+", default=["fifo"], help="one or several")
     for name in ("sim", "guarantee"):
         other = commands.add_parser(name)
         other.add_argument("--trace", type=Path)

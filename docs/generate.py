@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,11 +70,21 @@ def page_of_reasons() -> str:
     return "\n".join([*lines, ""])
 
 
+KINDS_OF_STATE = (
+    states.JobState,
+    states.InstanceState,
+    states.GangState,
+    states.AskState,
+    states.ReplicaState,
+    states.Level,
+)
+
+
 def page_of_states() -> str:
     """The life cycles with what each state asserts."""
     lines = ["# States", "", *(states.__doc__ or "").strip().splitlines(), ""]
     tree = ast.parse((SOURCE / "spec" / "states.py").read_text(encoding="utf-8"))
-    for cls in (states.JobState, states.InstanceState, states.ReplicaState, states.Level):
+    for cls in KINDS_OF_STATE:
         lines += [f"## {cls.__name__}", "", (cls.__doc__ or "").strip(), "", "| state | meaning |", "|---|---|"]
         texts = _member_texts(tree, cls.__name__)
         lines += [f"| `{member}` | {texts[member.name]} |" for member in cls]
@@ -104,9 +115,43 @@ def page_of_events() -> str:
 
 
 def page_of_errors() -> str:
-    """The exception tree as drawn in the code."""
+    """The exception tree as drawn in the code, then the exceptions of each package below it."""
     drawn = (errors.__doc__ or "").partition("::\n")[2].rstrip()
-    return f"# Errors\n\nName, exit status of the command line, HTTP status, code.\n\n```{drawn}\n```\n"
+    lines = ["# Errors", "", "Name, exit status of the command line, HTTP status, code.", "", f"```{drawn}\n```"]
+    lines += ["", "Exceptions of single packages. One whose base is not in the tree is handled inside Rota.", ""]
+    below = _exceptions()
+    for package in PACKAGES:
+        rows = [
+            f"| `{name}` | `{base}` | {meaning} |"
+            for name, base, path, meaning in below
+            if path.split("/")[0] == package
+        ]
+        lines += [f"## {package}", "", "| name | base | meaning |", "|---|---|---|", *rows, ""] if rows else []
+    return "\n".join(lines)
+
+
+def _exceptions() -> list[tuple[str, str, str, str]]:
+    """Name, base, file and meaning of each exception outside ``spec/errors.py``."""
+    known = {
+        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    known |= {
+        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    classes = [
+        (node.name, base, str(path.relative_to(SOURCE)), (ast.get_docstring(node) or "").partition("\n\n")[0])
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path != SOURCE / "spec" / "errors.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        for base in [ast.unparse(one).rpartition(".")[2] for one in node.bases]
+    ]
+    size = 0
+    while size != len(known):  # until no class below one of those is new
+        size = len(known)
+        known |= {name for name, base, _, _ in classes if base in known}
+    found = {name: (name, base, path, " ".join(text.split())) for name, base, path, text in classes if base in known}
+    return [found[name] for name in sorted(found) if not name.startswith("_")]
 
 
 SECTIONS = {
@@ -155,6 +200,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/explanation/job-states.md": {
         "job": lambda: table_of_transitions(transitions.JOB_TRANSITIONS),
         "instance": lambda: table_of_transitions((*transitions.INSTANCE_TRANSITIONS, *transitions.AT_ONCE)),
+        "gang": lambda: table_of_transitions(transitions.GANG_TRANSITIONS),
+        "ask": lambda: table_of_transitions(transitions.ASK_TRANSITIONS),
     },
 }
 """Pages of which only what is between two marks is written by the code."""

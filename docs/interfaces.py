@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from rota.service.cli.app import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.cli.verbs.flags import Flags
 from rota.service.config import Settings
-from rota.service.jobfile.validation import Kind, Part, Several, part_in
 from rota.service.jobfile.models import JobPart, json_schema
 from rota.service.jobfile.scripts import SBATCH, SHORT
+from rota.service.jobfile.validation import Kind, Part, Several, part_in
 from rota.service.metrics import Metrics
 from rota.service.rest.app import application
 from rota.service.views.installation import Installation

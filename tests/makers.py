@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rota.job.core.context import JobContext
-from rota.job.core.graph import expand
-from rota.job.core.machine import initial, step
-from rota.job.core.placement import gang_requests
+from rota.job.core.machine import fold, initial, step
+from rota.job.core.placement import requests_of
 from rota.runtime.clock import iso
 from rota.spec.commands import Command
 from rota.spec.dispatch import OpSpec
 from rota.spec.events import Event, JobAdmitted, JobQueued, JobSubmitted, Record
 from rota.spec.gang import BundleGrant, Grant, Placement
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
-from rota.spec.job import Fail, Interface, JobSpec, RoleSpec
+from rota.spec.job import Fail, Interface, JobSpec, RoleSpec, RoleStart, started_spec
 
 JOB = JobId("job-1")
 
@@ -73,13 +74,19 @@ def placement(job: JobSpec, *hosts: str) -> Placement:
                     for host in (hosts[ask.index % len(hosts)],)
                 ),
             )
-            for request in gang_requests(job, expand(job))
+            for request in requests_of(job)
         )
     )
 
 
 def admitted(job: JobSpec, attempt: int = 1, epoch: int = 1, hosts: Sequence[str] = ("h0",)) -> JobAdmitted:
     return JobAdmitted(attempt=attempt, epoch=Epoch(epoch), placement=placement(job, *hosts))
+
+
+def started(job: JobSpec, role: str, replicas: int, *hosts: str) -> JobAdmitted:
+    """An admission with another number of instances of a role than its fewest."""
+    starts = (RoleStart(role=RoleName(role), replicas=replicas),)
+    return replace(admitted(started_spec(job, starts), hosts=hosts), starts=starts)
 
 
 def submitted(job: JobSpec) -> tuple[Event, ...]:
@@ -97,6 +104,7 @@ class Log:
         self.ctx: JobContext = initial(job)
         self.records: list[Record] = []
         self.commands: tuple[Command, ...] = ()
+        self.begun: frozenset[str] = frozenset()
 
     def feed(self, *events: Event, after_s: float = 1.0) -> tuple[Command, ...]:
         """Append and step; returns the commands of all of them."""
@@ -106,10 +114,16 @@ class Log:
             at_s = (self.records[-1].at if self.records else 1000.0) + after_s
             record = Record(number=number, job=self.ctx.job, seq=number, at=at_s, event=event)
             self.records.append(record)
-            self.ctx, commands = step(self.ctx, record)
-            out += commands
+            done = step(self.ctx, (record,), self.begun)
+            self.ctx, self.begun = done.ctx, done.begun
+            out += done.commands
         self.commands = tuple(out)
         return self.commands
+
+
+def replay(job: JobId, records: Iterable[Record], snapshot: JobContext | None = None) -> JobContext:
+    """The context after all ``records``; those that a snapshot covers are skipped."""
+    return functools.reduce(fold, records, snapshot or initial(job))
 
 
 def ids(commands: Iterable[Command]) -> list[str]:

@@ -106,6 +106,16 @@ def test_no_two_test_files_outside_packages_share_a_name() -> None:
     assert [name for name, times in found.items() if times > 1] == []
 
 
+def test_a_decision_has_a_number_of_its_own_and_says_what_it_costs() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    numbers = Counter(path.name[:4] for path in records)
+    assert not [number for number, count in numbers.items() if count > 1]
+    for path in records:
+        text = path.read_text(encoding="utf-8").lower()
+        missing = [section for section in ("alternative", "non-goal", "drawback") if section not in text]
+        assert not missing, f"{_name(path)}: says nothing of {', '.join(missing)}s"
+
+
 def test_importing_rota_and_asking_for_help_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'ray', 'fastapi', 'sqlalchemy'}"
     code = f"import sys, rota, rota.service.cli.app; print(sorted({heavy} & set(sys.modules)))"
@@ -188,3 +198,20 @@ def test_a_word_is_found_in_texts_and_not_in_names(tmp_path: Path, monkeypatch: 
         ("web/src/a.tsx", 2, "What shall"),
     ]
     assert words.left()[2:4] == ["3 src/rota/job/door.py", "name src/rota/job/door.py"]
+
+
+_MEANT = re.compile(r"NAME|<engine>|/NAME")
+_CODE_NAME = re.compile(
+    r"(?<![\w/])(?:(?:src|tests|docs|examples)/[\w/.-]+|_[a-z]\w+|[A-Z]{2,}[A-Z_]+|[A-Z][a-z]+[A-Z]\w+)"
+)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/how-to").glob("add-a*.md")), ids=lambda page: page.stem)
+def test_a_checklist_names_files_and_names_that_exist(page: Path) -> None:
+    """A page said ``_carry_out`` for months after the match had moved to ``_effect``."""
+    code = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    spans = [span for span in re.findall(r"`([^`]+)`", prose) if not _MEANT.search(span)]
+    named = {one for span in spans for one in _CODE_NAME.findall(span)}
+    gone = {one for one in named if not ((ROOT / one).exists() if "/" in one else re.search(rf"\b{one}\b", code))}
+    assert not gone, f"{page.name} names what does not exist: {sorted(gone)}"

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rota.job.builder import Fail as Fail
     from rota.job.builder import Group as Group
     from rota.job.builder import Job as Job
+    from rota.job.builder import Limits as Limits
     from rota.job.builder import Res as Res
     from rota.job.builder import spmd as spmd
     from rota.job.workload import Workload as Workload
@@ -33,7 +34,7 @@ _DISPATCH = ("Same", "Shard", "Each", "Rank", "Concat", "Mean", "Sum", "First", 
 _HOMES: dict[str, str] = {
     **dict.fromkeys(("Workload", "op"), "rota.job.workload"),
     "Bound": "rota.spec.job",
-    **dict.fromkeys(("Job", "Group", "spmd", "Res", "Fail"), "rota.job.builder"),
+    **dict.fromkeys(("Job", "Group", "spmd", "Res", "Limits", "Fail"), "rota.job.builder"),
     **dict.fromkeys(_DISPATCH, "rota.spec.dispatch"),
     "Client": "rota.service.client",
     "ParallelPlan": "rota.train.plan.model",

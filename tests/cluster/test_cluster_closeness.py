@@ -1,4 +1,4 @@
-"""What a parallel plan needs close together is on one node, or the job waits and is told which level is missing."""
+"""What a parallel plan needs close together is on one node; else the job waits with the missing level as its reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.cycle import step
-from rota.cluster.core.events import JobArrived
+from rota.cluster.core.events import JobArrived, JobGone
 from rota.cluster.core.explain import explain_ask
-from rota.cluster.core.jobs import Allocation, JobAsk, JobRow, Shape, compile_shape
+from rota.cluster.core.jobs import Allocation, JobAsk, LiveJob, Shape, compile_shape
 from rota.cluster.core.placement import place
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.policies import PROFILES, get_profile
@@ -52,7 +52,7 @@ def racks(*free: int, per_rack: int = 2) -> State:
         if count < 8:
             rows = tuple(range(int(s.dev0[row]) + count, int(s.dev0[row + 1])))
             with s.txn() as txn:
-                s.put(txn, JobRow(ask=ask(f"fill{row}", slot(1), preemptible=False)))
+                s.put(txn, LiveJob(ask=ask(f"fill{row}", slot(1), preemptible=False)))
                 s.hold(txn, JobId(f"fill{row}"), (Allocation(row, rows, 0, 0, 0),), now=0.0)
                 txn.keep()
     return s
@@ -73,7 +73,7 @@ def test_a_tensor_parallel_group_is_never_split_over_nodes(profile: str) -> None
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_a_plan_does_not_start_on_devices_that_break_it_and_is_told_the_level(profile: str) -> None:
+def test_a_plan_does_not_start_on_devices_that_break_it_and_its_reason_names_the_level(profile: str) -> None:
     s = racks(3, 3, 3, 3)
     step(s, JobArrived(ask=asks(planned(4, together=4))), get_profile(profile), 0.0)
     assert not nodes_of(s)
@@ -194,3 +194,32 @@ def _possible(s: State, gang: Shape) -> bool:
         return False
 
     return fits(0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 1)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from(sorted(PROFILES)),
+)
+def test_no_plan_ever_lies_on_cells_that_break_it(
+    nodes: list[tuple[int, int]], jobs: list[tuple[int, int, int, bool]], profile: str
+) -> None:
+    """Random small clusters, meshes, streams and ends, under every policy: each group that must be on one node is."""
+    made = [node(f"n{i}", gpus, rack=f"r{rack}", cpus=64, gib=512) for i, (gpus, rack) in enumerate(nodes)]
+    made = [replace(one, labels=((TENANT_LABEL, "default"),)) for one in made]
+    total = sum(gpus for gpus, _ in nodes)
+    s = state(*made, queues=(Queue(path="default", guaranteed=Res(cpus=0, gpus=total)),))
+    rules, running = get_profile(profile), 0
+    for i, (together, groups, close, ends) in enumerate(jobs):
+        spec = planned(together * groups, together, close * together)
+        step(s, JobArrived(ask=asks(spec, f"j{i}", priority=50 + i % 2, queued_at=float(i))), rules, float(i))
+        for row in (row for row in s.jobs.values() if row.held):
+            running += 1
+            for group in row.ask.shape.tied:
+                there = [row.held[slot].node for slot in group]
+                assert len(set(there)) == 1, f"{profile}: {row.ask.id} has a group on {there}"
+        held = [row.ask.id for row in s.jobs.values() if row.held and row.phase == "running"]
+        if ends and held:
+            step(s, JobGone(job=held[0]), rules, i + 0.5)
+    if any(together * groups <= max(gpus for gpus, _ in nodes) for together, groups, *_ in jobs[:1]):
+        assert running, f"{profile}: nothing started on an empty cluster"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.proof.cases.hived import set_node_health, start_all_nodes
 
 from rota.cluster.core.capacity import CellSpec
-from rota.cluster.core.state import Txn
+from rota.cluster.core.txn import Txn
 from rota.cluster.virtual.cells import CellType, TenantCells, TopologyError, VirtualCells
 from rota.cluster.virtual.hived import GangAsk, GangPlan, HivedCluster
 from rota.spec.errors import BadInput

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from cluster_makers import ask, node, slot, state
 
+from rota.cluster.core import admission
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, Tick
 from rota.cluster.core.explain import explain
 from rota.cluster.core.guarded import PASSES_MAX
-from rota.cluster.core.jobs import Allocations, JobRow, asked
-from rota.cluster.core.state import InvariantBroken, State, Txn
+from rota.cluster.core.jobs import Allocations, LiveJob, asked
+from rota.cluster.core.state import InvariantBroken, State
+from rota.cluster.core.txn import Txn
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import Fit
@@ -239,6 +241,22 @@ def test_what_can_never_run_is_refused_with_numbers_and_the_nearest_request() ->
     assert log.scheduler.infeasible(spec("x", 2, 4)) is None
 
 
+def test_the_empty_cluster_is_laid_out_once_until_a_node_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = []
+    twin = admission.empty_twin
+    monkeypatch.setattr(admission, "empty_twin", lambda *given: laid_out.append(given) or twin(*given))
+    log = with_nodes()
+    for _ in range(3):
+        assert log.scheduler.infeasible(spec("x", 2, 4)) is None
+    assert len(laid_out) == 1
+    first, *_ = pretend_nodes("1x2x4", host="real")
+    log.add(NodeLost(node=first.id))
+    assert log.scheduler.infeasible(spec("x", 2, 4)) is not None
+    log.add(NodeJoined(node=first))
+    assert log.scheduler.infeasible(spec("x", 2, 4)) is None
+    assert len(laid_out) == 3
+
+
 def test_every_change_that_is_listed_makes_the_job_start() -> None:
     log = with_nodes()
     log.submit("one", 1, 3)
@@ -270,12 +288,10 @@ def test_on_a_cluster_of_cores_alone_a_wait_counts_cores_and_every_offer_works()
         assert found is not None and found.why is not None
         return found.why.text, [f"{one['text']}: {one['cost']}" for one in found.would_start_now_with]
 
-    assert offers("waits")[0] == "2 cores are asked, 0 are free and 8 in use.", (
-        "as it is now, not as it was at the pass"
-    )
+    assert offers("waits")[0] == "Needs 2 cores; 0 are free and 8 in use.", "as it is now, not as it was at the pass"
     log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "limited", 4.0)
     text, found = offers("waits")
-    assert text == "2 cores are asked, 1 are free and 7 in use."
+    assert text == "Needs 2 cores; 1 is free and 7 in use."
     assert found[:2] == ["priority 51 instead of 50: preempts long first", "1 instead of 2 instances of w: none"]
     log.add(JobChanged(changes={"priority": 51}), "waits", 5.0)
     assert [job for job, event in log.decide(5.0) if isinstance(event, PreemptAsked)] == ["long"]
@@ -427,20 +443,20 @@ def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_wor
     ((_, waits),) = log.decide(2.0)
     assert isinstance(waits, JobWaits)
     assert (waits.reason, waits.fields["nodes"]) == (Reason.BAD_CELLS, {"r0n1": "drained"})
-    assert waits.text == "8 gpus are asked, 4 are free, 4 are out of order: r0n1 is drained."
+    assert waits.text == "Needs 8 GPUs; 4 are free, 4 are out of order: r0n1 is drained."
     answer = log.scheduler.explain(JobId("big"), 3.0)
     assert answer is not None
     assert answer.would_start_now_with[0]["change"] == {"set": "nodes.r0n1", "value": "undrain"}
     log.submit("cores", 1, 0, at=3, queue="default")
     log.add(NodeMarked(node=NodeId("r0n0"), health=Health.DRAINED), at=4.0)
-    (told,) = (event for job, event in log.decide(4.0) if job == "cores")
-    assert isinstance(told, JobWaits) and "r0n0 is drained, r0n1 is drained" in told.text
+    (wait,) = (event for job, event in log.decide(4.0) if job == "cores")
+    assert isinstance(wait, JobWaits) and "r0n0 is drained, r0n1 is drained" in wait.text
     log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=5.0)
     log.add(NodeMarked(node=NodeId("r0n0"), health=Health.HEALTHY), at=5.0)
     assert {job for job, event in log.decide(5.0) if isinstance(event, JobAdmitted)} == {"big", "cores"}
 
 
-def test_jobs_on_a_drained_node_are_told_once_by_when_to_leave_it_and_that_they_may_stay_when_it_is_used_again() -> (
+def test_jobs_on_a_drained_node_are_asked_once_by_when_to_leave_it_and_that_they_may_stay_when_it_is_used_again() -> (
     None
 ):
     log = with_nodes("fifo")
@@ -590,7 +606,7 @@ def test_work_of_priority_100_is_never_stopped_for_others_and_opportunistic_work
     assert [job for job, event in log.decide(90.0) if isinstance(event, PreemptAsked)] == ["over"] * stopped
 
 
-def test_work_of_priority_100_beyond_its_guarantee_is_told_which_priority_would_start_it() -> None:
+def test_work_of_priority_100_beyond_its_guarantee_learns_which_priority_would_start_it() -> None:
     log = with_nodes("default")
     log.add(QueuesChanged(queues=({"path": "default", "guaranteed": {"gpus": 2}},)))
     log.submit("fixed", 1, 4, at=1.0, priority=100)
@@ -622,7 +638,7 @@ def test_a_forecast_keeps_its_hands_off_the_books_of_the_live_policy() -> None:
 class _Slips(Fit):
     """A placer that fails for jobs called "fails", and gives those called "takes" the first device of the cluster."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         if row.ask.id.startswith("fails"):
             raise KeyError("no such cell")
         if row.ask.id == "takes":
@@ -642,15 +658,16 @@ def test_a_job_at_which_a_policy_slips_is_left_out_and_the_others_go_on() -> Non
     assert log.scheduler.state.digest() == before and log.scheduler.decide(5.0) == outcome
     taken = "what it would get of r0n0 is not free"
     failed = "trying it failed with KeyError('no such cell')"
-    assert outcome.broken == (f"fails: {failed}", f"takes: {taken}")
-    told = {job: (event.reason, event.text) for job, event in outcome.events if isinstance(event, JobWaits)}
-    told_text = "A bug of the scheduler keeps it from starting: {}.".format
-    assert told == {"fails": (Reason.INTERNAL, told_text(failed)), "takes": (Reason.INTERNAL, told_text(taken))}
+    last = "; last events of the job: JobArrived {0} at {1}, JobPaused {0} at {1}".format
+    assert outcome.broken == (f"fails: {failed}{last('fails', 2)}", f"takes: {taken}{last('takes', 3)}")
+    waits = {job: (event.reason, event.text) for job, event in outcome.events if isinstance(event, JobWaits)}
+    text = "A bug of the scheduler keeps it from starting: {}.".format
+    assert waits == {"fails": (Reason.INTERNAL, text(failed)), "takes": (Reason.INTERNAL, text(taken))}
     assert [job for job, event in outcome.events if isinstance(event, JobAdmitted)] == ["good"]
     for job, event in outcome.events:
         log.add(event, job, 5.0)
     again = log.scheduler.decide(6.0)
-    assert again.events == () and again.broken == outcome.broken, "it is told once, and known as long as it is so"
+    assert again.events == () and again.broken == outcome.broken, "it is reported once, and known as long as it is so"
     log.submit("waits", 2, 4, at=6.0)
     for job, event in log.scheduler.decide(6.0).events:
         log.add(event, job, 6.0)
@@ -660,23 +677,23 @@ def test_a_job_at_which_a_policy_slips_is_left_out_and_the_others_go_on() -> Non
         assert why is not None and why.why is not None and why.why.reason is reason, job
     assert log.scheduler.explain_spec(spec("new", 1, 1), 7.0, "user").starts_now
     assert Forecast(log.scheduler.state, log.scheduler.profile, 7.0).play(SystemClock()).starts.keys() == reasons.keys()
-    with pytest.raises(InvariantBroken, match="KeyError"):
+    with pytest.raises(InvariantBroken, match=r"KeyError.*; last events of the job: JobArrived fails at 2"):
         step(log.scheduler.state, Tick(), log.scheduler.profile, 7.0)
 
 
-def test_a_bug_that_is_told_in_other_words_every_time_is_told_once() -> None:
+def test_a_bug_with_another_text_every_time_is_reported_once() -> None:
     class Counts(Fit):
         tries = itertools.count()
 
-        def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+        def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
             raise KeyError(next(self.tries))
 
     log = with_nodes()
     log.scheduler.profile = replace(log.scheduler.profile, placer=Counts())
     log.submit("one", 1, 1)
-    for at, told in ((1.0, 1), (2.0, 0)):
+    for at, reported in ((1.0, 1), (2.0, 0)):
         outcome = log.scheduler.decide(at)
-        assert len(outcome.events) == told and len(outcome.broken) == 1
+        assert len(outcome.events) == reported and len(outcome.broken) == 1
         for job, event in outcome.events:
             log.add(event, job, at)
 
@@ -693,7 +710,7 @@ def test_a_policy_that_fails_at_every_job_is_given_up_after_so_many_passes() -> 
 
 
 @pytest.mark.breaks_state
-def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> None:
+def test_counts_that_are_not_those_of_the_jobs_are_reported_and_counted_anew() -> None:
     log = with_nodes()
     log.submit("runs", 1, 3, at=1.0)
     log.decide(1.0)

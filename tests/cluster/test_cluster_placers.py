@@ -11,8 +11,8 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
-from rota.cluster.core.jobs import Allocations, JobRow
-from rota.cluster.core.state import Txn
+from rota.cluster.core.jobs import Allocations, LiveJob
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import RandomFit
 from rota.cluster.sim.runs import run_sim
@@ -44,7 +44,7 @@ def test_jobs_start_in_the_order_of_their_arrival(profile: str) -> None:
 def test_at_random_every_node_with_room_is_as_likely_and_a_trial_agrees_with_the_start() -> None:
     s = state(*(node(f"n{i}", 4) for i in range(5)))
     step(s, JobArrived(ask=ask("runs", slot(4))), get_profile("bestfit"), 0.0)
-    rows = [JobRow(ask=ask(f"j{i}", slot(2), slot(2))) for i in range(1000)]
+    rows = [LiveJob(ask=ask(f"j{i}", slot(2), slot(2))) for i in range(1000)]
     found = [RandomFit(7).place(s, Txn(), row) for row in rows]
     assert found == [RandomFit(7).place(s, Txn(), row) for row in rows]
     assert found != [RandomFit(8).place(s, Txn(), row) for row in rows]

@@ -11,14 +11,16 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rota.cluster.core.cycle import decide, place_in_order, step
+from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.guarded import check
-from rota.cluster.core.jobs import Allocations, JobAsk, JobRow
+from rota.cluster.core.jobs import Allocations, JobAsk, LiveJob
 from rota.cluster.core.preemption import RoomBound
 from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
-from rota.cluster.core.state import TENANT_LABEL, State, Txn
+from rota.cluster.core.queue_order import place_in_order
+from rota.cluster.core.state import TENANT_LABEL, State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.policies.basic import ROUND_S, Fit, las
 from rota.cluster.policies.default import LeastCost
@@ -367,7 +369,7 @@ def test_who_let_go_waits_in_one_line_with_its_equals_unless_its_time_has_not_co
     assert [len(line) for line in s.lines.values()] == [3]
     step(s, Tick(), get_profile("fifo"), 20.0)
     apply(s, JobReleased(job=JobId("j0"), back_at=30.0), 21.0)
-    assert [key.after for key in s.lines] == [30.0]
+    assert [key.begins_at for key in s.lines] == [30.0]
     assert not any(isinstance(d, Admit) for d in step(s, Tick(), get_profile("fifo"), 29.0))
     assert [d.job for d in step(s, Tick(), get_profile("fifo"), 30.0) if isinstance(d, Admit)] == ["j0"]
 
@@ -392,8 +394,8 @@ def test_what_stands_ahead_is_what_the_order_tries_before(name: str) -> None:
     place = {job: place_in_order(s, profile, row, 100.0) for job, row in s.jobs.items()}
     for job, row in s.jobs.items():
         ahead = [one for one in s.jobs.values() if one.ask.queue == row.ask.queue and place[one.ask.id] < place[job]]
-        told = _ahead(s, profile, row.ask, 100.0)
-        assert told == (len(ahead), sum(one.ask.shape.gpus for one in ahead)), job
+        found = _ahead(s, profile, row.ask, 100.0)
+        assert found == (len(ahead), sum(one.ask.shape.gpus for one in ahead)), job
 
 
 @pytest.mark.parametrize(("other_at", "stopped"), [(20.0, "own"), (30.0, "other")])
@@ -413,7 +415,7 @@ class Counting:
 
     asked: list[str] = field(default_factory=list)
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         self.asked.append(row.ask.id)
         return Fit().place(state, txn, row)
 
@@ -443,7 +445,7 @@ def test_the_room_that_jobs_give_back_is_counted_as_placing_finds_it(seed: int) 
     order = [row.ask.id for row in s.holders()]
     rng.shuffle(order)
     for gpus, count in ((0.5, 1), (1, 3), (2, 2), (4, 1), (1, 9)):
-        row = JobRow(ask=ask("j", *(slot(gpus) for _ in range(count))))
+        row = LiveJob(ask=ask("j", *(slot(gpus) for _ in range(count))))
         fits: list[bool] = []
         for some in range(1, len(order) + 1):
             with s.txn() as txn:
@@ -501,7 +503,7 @@ def test_what_a_spare_has_left_once_it_is_used_goes_to_whoever_waits(name: str) 
 def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> None:
     s, placer = state(node("n")), get_profile("default").placer
     step(s, JobArrived(ask=ask("low", slot(4), priority=10)), get_profile("default"), 0.0)
-    high = JobRow(ask=ask("high", slot(4), priority=90))
+    high = LiveJob(ask=ask("high", slot(4), priority=90))
     with s.txn() as txn:
         found = [
             LeastCost(restart_s=restart_s, min_runtime_s=least_s).victims(s, txn, high, placer, 10.0)

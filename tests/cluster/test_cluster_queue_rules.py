@@ -20,7 +20,7 @@ def queue(
 
 
 @pytest.mark.parametrize(
-    ("queues", "nodes", "told"),
+    ("queues", "nodes", "expected"),
     [
         ((queue("a", 1),), (), []),
         ((queue("a", -1),), (), ["a: 'a' has an amount below 0"]),
@@ -60,6 +60,6 @@ def queue(
     ],
 )
 def test_promises_stay_within_the_parent_the_limit_and_the_cluster(
-    queues: tuple, nodes: tuple, told: list[str]
+    queues: tuple, nodes: tuple, expected: list[str]
 ) -> None:
-    assert [f"{queues[one.index].path}: {one.message}" for one in broken_rules(queues, nodes)] == told
+    assert [f"{queues[one.index].path}: {one.message}" for one in broken_rules(queues, nodes)] == expected

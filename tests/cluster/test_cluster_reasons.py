@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 from cluster_makers import ask, node, shape, slot, state
 
-from rota.cluster.core.cycle import decide, step, wait_of
+from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import explain
-from rota.cluster.core.jobs import JobAsk, JobRow
+from rota.cluster.core.jobs import JobAsk, LiveJob
+from rota.cluster.core.queue_order import wait_of
 from rota.cluster.policies import PROFILES, get_profile
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
@@ -61,6 +62,7 @@ CASES = {
     ),
     Reason.BEHIND_IN_ORDER: Case(jobs=(ask("run", slot(3)), ask("big", slot(4), at=1), ask("j", at=2))),
     Reason.NOT_BEFORE: Case(jobs=(ask("j", not_before=100.0),)),
+    Reason.DEPENDENCY: Case(jobs=(ask("run"), ask("j", after=(JobId("run"),)))),
     Reason.COOL_DOWN: Case(jobs=(ask("j"),)),
     Reason.QUEUE_CLOSED: Case(jobs=(ask("j"),), queue=Queue(path="default", state="closed")),
     Reason.NON_PREEMPTIBLE_OVER_QUOTA: Case(
@@ -72,7 +74,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("reason", CASES, ids=str)
-def test_a_job_that_waits_is_told_what_binds(reason: Reason) -> None:
+def test_a_job_that_waits_knows_what_binds(reason: Reason) -> None:
     case = CASES[reason]
     s = state(*case.nodes, queues=(case.queue,))
     if case.bad:
@@ -89,25 +91,26 @@ def test_a_job_that_waits_is_told_what_binds(reason: Reason) -> None:
 
 @pytest.mark.parametrize("name", sorted(PROFILES))
 def test_a_pass_up_to_a_job_says_of_it_what_the_whole_pass_says(name: str) -> None:
-    rng, profile = random.Random(name), replace(get_profile(name), candidates_max=10**6, victim_sets_max=10**6)
+    unbounded = {"candidates_max": 10**6, "victim_sets_max": 10**6, "vain_max": 10**6}
+    rng, profile = random.Random(name), replace(get_profile(name), **unbounded)
     s = state(node("n", 4), node("m", 4), queues=(Queue(path="a", guaranteed=gpus(4)), Queue(path="b", limit=gpus(6))))
-    told: set[str] = set()
+    kinds: set[str] = set()
     for at in range(40):
         drawn = ask(
             f"j{at}", slot(rng.choice((1, 1, 2, 4))), at=at, queue=rng.choice("ab"), priority=rng.choice((10, 50))
         )
         asked = replace(drawn, est_s=rng.choice((5.0, 50.0)), user=rng.choice("uv"))
         with s.txn() as txn:
-            s.put(txn, JobRow(ask=asked))
+            s.put(txn, LiveJob(ask=asked))
             whole, part = decide(s, profile, float(at)), decide(s, profile, float(at), asked.id)
         for each in (whole, part):
             each[:] = [one for one in each if asked.id in (getattr(one, "job", ""), getattr(one, "for_job", ""))]
         assert part == whole
-        told |= {type(one).__name__ for one in part}
+        kinds |= {type(one).__name__ for one in part}
         step(s, JobArrived(ask=asked), profile, float(at))
         if (held := s.holders()) and at % 3 == 0:
             apply(s, JobGone(job=rng.choice(held).ask.id), float(at))
-    assert {"WaitOn"} | ({"Admit"} if name != "private" else set()) <= told  # no node is anybody's own here
+    assert {"WaitOn"} | ({"Admit"} if name != "private" else set()) <= kinds  # no node is anybody's own here
 
 
 def test_a_job_behind_an_equal_one_has_the_reason_of_that_one_as_it_is_now() -> None:
@@ -117,15 +120,15 @@ def test_a_job_behind_an_equal_one_has_the_reason_of_that_one_as_it_is_now() -> 
     assert (wait := wait_of(s, profile, JobId("two"), 4.0)) and wait.reason is Reason.NO_FREE_DEVICES
     apply(s, JobGone(job=JobId("r2")), 5.0)
     step(s, NodeChanged(node=NodeId("sick"), health=Health.BAD), profile, 5.0)
-    assert (row := s.jobs[JobId("two")]).wait and row.wait.reason is Reason.NO_FREE_DEVICES, "only the first is told"
+    assert (row := s.jobs[JobId("two")]).wait and row.wait.reason is Reason.NO_FREE_DEVICES, "only the first has it"
     found = wait_of(s, profile, JobId("two"), 6.0)
     assert found is not None and (found.reason, found.fields["behind"]) == (Reason.BAD_CELLS, "one")
-    assert found.text == "It is behind one: 2 gpus are asked, 0 are free, 4 are out of order: sick is bad."
+    assert found.text == "It is behind one: Needs 2 GPUs; 0 are free, 4 are out of order: sick is bad."
     own = wait_of(s, profile, JobId("one"), 6.0)
     assert own is not None and own == s.jobs[JobId("one")].wait and "behind" not in own.text
 
 
-def test_a_job_that_finds_no_place_has_the_reason_of_now_though_no_pass_tells_it_again() -> None:
+def test_a_job_that_finds_no_place_has_the_reason_of_now_though_no_pass_gives_it_again() -> None:
     s, profile = state(node("n", 4), node("m", 4)), replace(get_profile("fifo"), block="none")
     for at, (name, gpus) in enumerate((("a", 3), ("b", 2), ("whole", 3), ("again", 3), ("c", 1))):
         step(s, JobArrived(ask=ask(name, slot(gpus), at=at)), profile, float(at))
@@ -133,7 +136,7 @@ def test_a_job_that_finds_no_place_has_the_reason_of_now_though_no_pass_tells_it
     for job, behind in (("whole", ""), ("again", "It is behind whole: ")):
         now = wait_of(s, profile, JobId(job), 6.0)
         assert now is not None and now.reason is Reason.NO_FREE_DEVICES
-        assert now.text == f"{behind}3 gpus are asked, 2 are free."
+        assert now.text == f"{behind}Needs 3 GPUs; 2 are free."
         why = explain(s, profile, JobId(job), 6.0).why
         assert why is not None and why.reason is now.reason
 
@@ -150,7 +153,7 @@ def test_behind_whom_a_job_waits_is_who_holds_up_its_queue_now() -> None:
     step(s, Tick(), fifo, 5.0)
     found = wait_of(s, fifo, JobId("j"), 6.0)
     assert found is not None and found.reason is Reason.BEHIND_IN_ORDER and found.fields["behind"] == "urgent"
-    assert found.text == "It is behind urgent: 4 gpus are asked, 1 are free."
+    assert found.text == "It is behind urgent: Needs 4 GPUs; 1 is free."
     assert (late := wait_of(s, fifo, JobId("l"), 6.0)) and late.reason is Reason.NOT_BEFORE, (
         "its own reason comes first"
     )
@@ -168,7 +171,7 @@ def test_whoever_would_outlive_a_reservation_is_behind_the_first_that_would() ->
     assert found is not None and (found.reason, found.fields["behind"]) == (Reason.RESERVED_FOR_OTHER, "a")
 
 
-def test_a_no_that_is_remembered_is_told_with_the_numbers_of_now() -> None:
+def test_a_no_that_is_remembered_comes_with_the_numbers_of_now() -> None:
     s, profile = state(node("n", 4), queues=(Queue(path="a"), Queue(path="b"))), get_profile("default")
     step(s, JobArrived(ask=ask("run", queue="a")), profile, 0.0)
     step(s, JobArrived(ask=ask("one", slot(4), queue="a")), profile, 1.0)
@@ -180,7 +183,7 @@ def test_a_no_that_is_remembered_is_told_with_the_numbers_of_now() -> None:
 @pytest.mark.parametrize(
     ("used", "asked", "less"), [(2, 1, []), (1.5, 1.5, ["cpus 0.5 instead of 1.5 for each instance of bundle 0"])]
 )
-def test_nobody_is_told_to_ask_for_no_cores(used: float, asked: float, less: list[str]) -> None:
+def test_no_job_is_advised_to_ask_for_no_cores(used: float, asked: float, less: list[str]) -> None:
     s, fifo = state(node("n", 0), queues=(Queue(path="default", user_limit=Res(cpus=2)),)), get_profile("fifo")
     for job in (ask("run", slot(0, cpus=used)), ask("j", slot(0, cpus=asked))):
         step(s, JobArrived(ask=job), fifo, 0.0)

@@ -19,10 +19,10 @@ from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.cluster.sim.report import means, waits
 from rota.cluster.sim.runs import SimInput, compare, lines_of, load, run_sim, simulate
-from rota.cluster.sim.simulate import Overheads, Simulation
+from rota.cluster.sim.simulate import Overheads, SimJob, Simulation
 from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.clock import SystemClock
-from rota.runtime.random import SeededChance
+from rota.runtime.random import SeededRandom
 from rota.spec.ids import JobId
 from rota.testing.memory import VirtualClock
 
@@ -119,9 +119,9 @@ def test_a_tenant_that_is_there_twice_is_refused_at_its_line(tmp_path: Path) -> 
 
 def random_input(seed: int, load: float, jobs: int = 250, opportunistic: int = 0) -> SimInput:
     tenants = (Tenant(vc="a", nodes=2), Tenant(vc="b", nodes=3), Tenant(vc="c", nodes=1))
-    trace = generate(SeededChance(seed), tenants, jobs=jobs, load=load)
+    trace = generate(SeededRandom(seed), tenants, jobs=jobs, load=load)
     if opportunistic:
-        trace = trace.beside(generate(SeededChance(seed + 1), tenants, jobs=opportunistic, load=load))
+        trace = trace.beside(generate(SeededRandom(seed + 1), tenants, jobs=opportunistic, load=load))
     return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=seed)
 
 
@@ -168,6 +168,18 @@ def test_an_estimate_is_exact_when_durations_are_and_leaves_the_state_alone() ->
     assert s.digest() == before
 
 
+def test_a_simulated_job_starts_when_those_before_it_are_over_and_so_does_an_estimate_of_it() -> None:
+    first, long, last = (JobId(name) for name in ("first", "long", "last"))
+    asks = (ask("first", est_s=10.0), ask("long", est_s=30.0), ask("last", after=(first, long), est_s=5.0))
+    jobs = [SimJob(ask=one, submit_s=at, work_s=one.est_s or 0.0) for one, at in zip(asks, (0.0, 0.0, 20.0))]
+    run = Simulation(state(node("n", 8)), get_profile("default"), jobs, SystemClock()).run()
+    assert {job: one.first_start_s for job, one in run.runs.items()} == {first: 0.0, long: 0.0, last: 30.0}
+    s = state(node("n", 8))
+    for one in asks:
+        step(s, JobArrived(ask=one), get_profile("default"), 0.0)
+    assert Forecast(s, get_profile("default"), 1.0).play(VirtualClock()).of(last).p50 == 30.0
+
+
 class Starts(Simulation):
     """A run that keeps every start."""
 
@@ -207,7 +219,7 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
         assert found.of(job).p50 == (after[0] if after else None)
 
 
-def test_nobody_is_told_a_start_in_the_past_and_who_ran_is_played_anew() -> None:
+def test_no_job_is_promised_a_start_in_the_past_and_who_ran_is_played_anew() -> None:
     one, two = JobId("one"), JobId("two")
     known = Estimates(starts={one: (5.0, 20.0)}, basis="")
     assert (known.of(one, 9.0).p50, known.of(one, 9.0).p90, known.of(two, 9.0).p50) == (9.0, 20.0, None)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.guarded import violations
-from rota.cluster.core.jobs import Allocation, JobRow
-from rota.cluster.core.state import Txn
+from rota.cluster.core.jobs import Allocation, LiveJob
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res
@@ -80,7 +80,7 @@ def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: lis
     with s.txn() as txn:
         for i, (row, gpus, leaves) in enumerate(moves):
             job = ask(f"j{i}")
-            s.put(txn, JobRow(ask=job))
+            s.put(txn, LiveJob(ask=job))
             devices = tuple(d for d in range(row * 4, row * 4 + gpus) if s.dev_milli[d] == 1000)
             s.hold(txn, job.id, (Allocation(row, devices, 0, 0, 0),), now=1.0)
             if leaves:
@@ -114,3 +114,19 @@ def test_a_state_that_a_test_broke_and_let_go_is_found_at_its_end(invariants: St
     s.dev_milli[0] -= 1000
     del s
     assert [text for text in invariants.check() if "device 0" in text] == ["device 0: 0 free, by its holders 1000"]
+
+
+def test_a_version_counts_the_transactions_that_were_kept_and_no_trial() -> None:
+    s = state(node("n", 2))
+    apply(s, JobArrived(ask=ask("one")), 0.0)
+    version = s.version
+    with s.txn() as outer:
+        with s.txn() as inner:
+            s.put(inner, LiveJob(ask=ask("two")))
+            inner.keep()
+        assert s.version == version
+        outer.keep()
+    assert s.version == version + 1
+    with s.txn() as txn:
+        s.drop(txn, JobId("two"))
+    assert (s.version, JobId("two") in s.jobs) == (version + 1, True)

@@ -16,16 +16,16 @@ from rota.cluster.core.admission import (
     _rules,
     amount,
     empty_twin,
-    feasible,
     largest,
     roles_of,
+    shape_feasible,
     smaller,
     with_instances,
     with_slots,
     without,
 )
 from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, StopRequested, apply
-from rota.cluster.core.jobs import Allocation, Allocations, JobRow, Shape, Wait, compile_shape, line_key, place_key
+from rota.cluster.core.jobs import Allocation, Allocations, LiveJob, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import TentativeAllocations, take_what_is_free
 from rota.cluster.core.state import State
@@ -149,15 +149,18 @@ def test_who_may_be_a_victim_and_who_is_opportunistic() -> None:
 
 def short(*bundles: BundleAsk, nodes: tuple[Any, ...] = (node("n", 4),), **more: Any) -> Shortfall:
     queues, queue = more.pop("queues", ()), more.pop("queue", None)
-    found = feasible(state(*nodes, queues=queues), [request(*bundles, **more)], queue)
+    empty = empty_twin(state(*nodes, queues=queues))
+    found = shape_feasible(empty, compile_shape([request(*bundles, **more)]), queue)
     assert found is not None
     return found
 
 
 def test_what_fits_is_not_short() -> None:
     s = state(node("n", 4, cpus=8, gib=4))
-    assert feasible(s, [request(bundle(0, "a", gpus=4.0, cpus=8.0, memory_bytes=4 * GIB))]) is None
-    assert feasible(s, [request(bundle(0, "a", gpus=2.0), bundle(1, "a", gpus=2.0))], "default") is None
+    whole = request(bundle(0, "a", gpus=4.0, cpus=8.0, memory_bytes=4 * GIB))
+    assert shape_feasible(empty_twin(s), compile_shape([whole])) is None
+    halves = request(bundle(0, "a", gpus=2.0), bundle(1, "a", gpus=2.0))
+    assert shape_feasible(empty_twin(s), compile_shape([halves]), "default") is None
 
 
 @pytest.mark.parametrize(
@@ -379,31 +382,34 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
         for held in lent.held[1:]:
             s.take(txn, held, 1)
         s.put(txn, lent)
-        small, large = JobRow(ask=ask("w", slot(1))), JobRow(ask=ask("w", slot(3)))
+        small, large = LiveJob(ask=ask("w", slot(1))), LiveJob(ask=ask("w", slot(3)))
         found = LendAndPack(60.0).give_back(s, txn, small, Fit())
         assert list(found) == [a] and len(found[a]) == 2 and found[a][0] == lent.held[0]
         assert LendAndPack(60.0).give_back(s, txn, large, Fit()) == {}
 
 
 def test_a_row_knows_its_times_and_its_line() -> None:
-    row = JobRow(ask=ask("a", est_s=100.0, not_before=5.0), back_at=9.0, done_s=30.0, served_s=7.0, started_at=10.0)
+    row = LiveJob(ask=ask("a", est_s=100.0, not_before=5.0), back_at=9.0, done_s=30.0, served_s=7.0, started_at=10.0)
     assert (row.left_s, row.begins_at, row.served_by(50.0)) == (70.0, 9.0, 7.0)
     assert replace(row, done_s=130.0).left_s == 0.0
-    assert JobRow(ask=ask("a")).left_s is None
+    assert LiveJob(ask=ask("a")).left_s is None
     assert replace(row, held=(Allocation(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
     assert replace(row, back_at=1.0).begins_at == 5.0
-    told = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
+    waits = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
     assert (
-        told.has_reason(Reason.TOPOLOGY)
-        and not told.has_reason(Reason.TOO_LARGE)
+        waits.has_reason(Reason.TOPOLOGY)
+        and not waits.has_reason(Reason.TOO_LARGE)
         and not row.has_reason(Reason.TOO_LARGE)
     )
-    busy = JobRow(
+    busy = LiveJob(
         ask=ask("a", queue="q", priority=70, user="u", preemptible=False, avoid=(NodeId("n"),), failover=True)
     )
     key = line_key(busy)
-    assert key == ("q", 70, "u", 0.0, False, busy.ask.shape, ("n",), True)
-    assert place_key(key) == ("", 0, "", 0.0, True, busy.ask.shape, ("n",), True)
+    assert key == ("q", 70, "u", 0.0, False, busy.ask.shape, ("n",), True, None)
+    part = replace(busy, ask=replace(busy.ask, part_of=JobId("whole"), spare=True))
+    assert line_key(part) == (*key[:-1], "whole")
+    assert line_key(replace(part, ask=replace(part.ask, spare=False))) == key
+    assert place_key(line_key(part)) == ("", 0, "", 0.0, True, busy.ask.shape, ("n",), True, None)
     assert place_key(key._replace(priority=-3)).priority == -3
 
 
@@ -490,7 +496,7 @@ def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
     s = state(node("n", 4, cpus=8))
     young = running(s, "y", (Allocation(0, (2, 3), 0, 0, 0),), slot(2), now=5.0, labels={"class": "x"})
     old = running(s, "o", (Allocation(0, (0, 1), 0, 0, 0),), slot(2), now=1.0)
-    row = JobRow(ask=ask("w", slot(2, cpus=3)))
+    row = LiveJob(ask=ask("w", slot(2, cpus=3)))
     half, mine = (Allocation(0, (0, 1), 500, 0, 0),), (Allocation(0, (0, 1), 500, 3000, 0),)
     packs = LendAndPack(60.0, 0.1)
     assert packs.join(s, row) == (old, half, mine)
@@ -500,13 +506,13 @@ def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
         assert packs.join(s, row)[0] == young  # type: ignore[index]
     assert pair_of(s.jobs[young], row) == ("", "x")
     for other in (slot(1), slot(0.5), slot(2, cpus=9), slot(2, gib=65), slot(2, type="B"), slot(0)):
-        assert packs.join(s, JobRow(ask=ask("w", other))) is None
-    assert packs.join(s, JobRow(ask=ask("w", slot(2), preemptible=False))) is None
-    assert packs.join(s, JobRow(ask=ask("w", slot(2), slot(2)))) is None
+        assert packs.join(s, LiveJob(ask=ask("w", other))) is None
+    assert packs.join(s, LiveJob(ask=ask("w", slot(2), preemptible=False))) is None
+    assert packs.join(s, LiveJob(ask=ask("w", slot(2), slot(2)))) is None
 
 
 def test_two_that_share_do_not_pay_when_both_together_gain_nothing() -> None:
-    one, other = JobRow(ask=ask("a"), rate=0.6, started_at=1.0), JobRow(ask=ask("b"), rate=0.5, started_at=5.0)
+    one, other = LiveJob(ask=ask("a"), rate=0.6, started_at=1.0), LiveJob(ask=ask("b"), rate=0.5, started_at=5.0)
     assert not LendAndPack(60.0, 0.1).pays(one, other, 70.0)
     assert LendAndPack(60.0, 0.09).pays(one, other, 70.0)
     assert LendAndPack(60.0, 0.1).pays(one, other, 59.0), "not measured for a round"

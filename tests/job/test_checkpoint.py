@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from tests.makers import at
 
+from rota.job import checkpoint
 from rota.job.checkpoint import CheckpointTimer, file_of, find, folder_of, prune, read, write
+from rota.runtime.directory import FixedDirectory
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
 from rota.spec.job import Checkpoint
@@ -121,3 +123,22 @@ def test_only_the_newest_are_kept_and_what_a_rollback_took_back_goes(tmp_path: P
         write(folder_of(tmp_path, n, Epoch(epoch)), at("a/0"), {})
     prune(tmp_path, keep=2, newest=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2.e1", "step-3.e2"]
+
+
+def test_the_first_copy_waits_until_another_machine_of_the_job_has_a_tensor_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes seconds to start, and a job is at its first commit sooner."""
+    looks = list[bool]()
+    known = FixedDirectory(host="m0", address="", secret=b"", known={"m0": "m0:1"})
+
+    def stores(*, fresh: bool = False) -> dict[str, str]:
+        looks.append(fresh)
+        return {**known.known, **({"m1": "m1:1"} if len(looks) == 3 else {})}
+
+    monkeypatch.setattr(checkpoint, "blocking_sleep", lambda _: None)
+    monkeypatch.setattr(FixedDirectory, "stores", lambda _, *, fresh=False: stores(fresh=fresh))
+    assert checkpoint._others(known, ["m0", "m1"]) == {"m1"} and looks == [True] * 3
+    assert checkpoint._others(known, ["m0"]) == set(), "nobody is waited for where the job is on one machine"
+    monkeypatch.setattr(checkpoint, "SERVER_START_S", 0.0)
+    assert checkpoint._others(known, ["m0", "m1"]) == set()

@@ -12,7 +12,7 @@ from tests.makers import fail as contract
 
 from rota.job.core.context import InstanceRecord, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.health.heartbeat import Failure, Heartbeat, HeartbeatAnswer, ProgressMarks
+from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.rpc.tracing import Collectives, own_collectives
 from rota.spec.events import InstanceLost, ProgressStalled
@@ -33,13 +33,11 @@ def ready(progress_s: float = 30.0) -> JobContext:
 
 
 def test_a_beat_and_its_answer_survive_their_json() -> None:
-    failure = Failure(epoch=Epoch(2), reason=Reason.USER_ERROR, text="x", traceback="t")
-    beat = replace(EMPTY, busy=("update",), failure=failure)
+    lost = InstanceLost(role=EMPTY.role, rank=0, epoch=Epoch(2), reason=Reason.USER_ERROR, text="x", alive=True)
+    beat = replace(EMPTY, busy=("update",), lost=lost)
     assert Heartbeat.from_json(beat.to_json()) == beat
     answer = HeartbeatAnswer(master_epoch=Epoch(3))
     assert HeartbeatAnswer.from_json(answer.to_json()) == answer
-    lost = beat.lost()
-    assert lost is not None and (lost.epoch, lost.alive, lost.reason) == (2, True, Reason.USER_ERROR)
 
 
 def test_nothing_running_is_not_idle() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,23 @@ from rota.job.instance import instance as instance_module
 from rota.job.instance import operations
 from rota.job.instance.instance import Instance
 from rota.job.master.executor import death_event
-from rota.job.rpc.client import Refusal
+from rota.job.rpc.client import EventLoopThread, Refusal
 from rota.job.rpc.peers import JobPlace, PeerTable
 from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launcher import Call, ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch, RoleName
-from rota.spec.job import WeightsEdge
+from rota.spec.job import Checkpoint, WeightsEdge
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 
 LIMIT_S = 30.0
 
 
-def an_instance(folder: Path, *devices: int) -> Instance:
+def an_instance(folder: Path, *devices: int, workload: type[Workload] | None = None) -> Instance:
+    cls = workload or Worked
     place = JobPlace(home=str(folder), job=JOB, workdir=str(folder), launcher="")
-    role = replace(service("w", 1), workload=f"{__name__}:Worked", interface=interface_of(Worked))
+    role = replace(service("w", 1), workload=f"{__name__}:{cls.__name__}", interface=interface_of(cls))
     return Instance(
         place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[*devices]
     )
@@ -144,6 +146,123 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
     instance._control.close()
 
 
+class Counted(Workload):
+    """Operations of each retry class; one waits until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.cancelled = False
+
+    @op(send=Rank(0), retry="never")
+    def count(self) -> int:
+        self.runs += 1
+        return self.runs
+
+    @op(send=Rank(0), retry="commit")
+    def commit(self) -> int:
+        self.runs += 1
+        return self.runs
+
+    @op.state
+    def state(self) -> dict[str, int]:
+        return {"runs": self.runs}
+
+    @op(send=Rank(0))
+    async def wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+@pytest.mark.parametrize("name", ["count", "commit"])
+def test_a_call_that_comes_again_after_its_answer_was_forgotten_is_refused_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(operations, "REPLIES_KEPT_MAX", 2)
+    monkeypatch.setattr(operations.checkpoint, "connect", lambda *_: None)
+    instance = an_instance(tmp_path, workload=Counted)
+
+    async def main() -> None:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
+        for number in range(4):
+            assert await instance.call([str(number), name, 1, 1, {}, True]) == number + 1
+        assert await instance.call(["3", name, 1, 1, {}, True]) == 4, "this answer is still there"
+        again = await instance.call(["0", name, 1, 1, {}, True])
+        assert isinstance(again, Refusal) and again.kind == "failed" and "no longer kept" in again.text
+        body: Any = instance._runner
+        assert body._formed.object.runs == 4
+        reported = instance._failure is not None
+        assert reported is (name == "commit"), "only after a commit operation the job has to go back"
+
+    asyncio.run(main())
+    instance._control.close()
+
+
+def test_a_cancelled_call_ends_its_operation_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(operations.checkpoint, "connect", lambda *_: None)
+    instance = an_instance(tmp_path, workload=Counted)
+
+    async def main() -> None:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
+        waiting = asyncio.create_task(instance.call(["a", "wait", 1, 1, {}, True]))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        body: Any = instance._runner
+        assert body._formed.object.cancelled and body._formed.active == 0
+        assert instance._failure is None, "it is no failure of the instance"
+        assert await instance.call(["b", "count", 1, 1, {}, True]) == 1
+
+    asyncio.run(main())
+    instance._control.close()
+
+
+class Stateful(Workload):
+    """Has a state to save."""
+
+    @op
+    def work(self) -> None: ...
+
+    @op.state
+    def state(self) -> dict[str, int]:
+        return {"n": 1}
+
+
+def test_a_checkpoint_lies_in_the_home_of_the_machine_that_writes_it_and_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop names a folder below the home of its own machine, which this one may not have."""
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(operations.checkpoint, "connect", lambda *_: None)
+    monkeypatch.setattr(operations.checkpoint, "save", lambda *_: 0)
+    instance = an_instance(tmp_path / "mine", workload=Stateful)
+    theirs = tmp_path / "theirs" / "checkpoints" / JOB
+
+    async def main() -> None:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
+        for n in range(1, 9):
+            folder = str(theirs / f"step-{n}.e1")
+            answer = await instance.save(n=n, epoch=1, loop_epoch=1, edges=(), folder=folder)
+            assert answer["answer"] == "done"
+
+    asyncio.run(main())
+    instance._control.close()
+    there = sorted(one.name for one in (tmp_path / "mine" / "checkpoints" / JOB).iterdir())
+    keep = Checkpoint().keep
+    assert there == [f"step-{n}.e1" for n in range(9 - keep - 1, 9)], "one more than are kept: the last may be in work"
+    assert not theirs.exists()
+
+
 class Reader(Workload):
     """Needs weights for its operation."""
 
@@ -161,7 +280,7 @@ def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_
 
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
-            if call.method == "beat" and Heartbeat.from_json(call.args[0]).failure is not None:
+            if call.method == "beat" and Heartbeat.from_json(call.args[0]).lost is not None:
                 told.set()
             return await super().call()
 
@@ -209,7 +328,7 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
             beat = Heartbeat.from_json(call.args[0])
-            if beat.failure is not None and beat.failure.reason is Reason.GPU_ECC:
+            if beat.lost is not None and beat.lost.reason is Reason.GPU_ECC:
                 told.set()
             return await super().call()
 
@@ -265,3 +384,24 @@ def test_an_operation_that_holds_its_thread_over_a_new_epoch_ends_the_process(
     finally:
         instance._control.close()
         instance._config.user.close()
+
+
+def test_what_is_given_to_a_loop_in_its_last_step_is_begun_and_cancelled() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def close_and_give(thread: EventLoopThread) -> None:
+        thread.close()
+        thread.submit(work())
+
+    thread = EventLoopThread("t")
+    thread.submit(close_and_give(thread))
+    deadline = time.monotonic() + 10.0
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == ["cancelled"]

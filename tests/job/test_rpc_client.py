@@ -27,13 +27,27 @@ Answer = Callable[[str, Request], Awaitable[Any]]
 
 
 class Launcher:
-    """Answers each call by a function of the instance and the request; a dead one raises ProcessGone."""
+    """Answers each call by a function of the instance and the request; a dead one raises ProcessGone.
+
+    Its master says of every process whether it is ``alive``.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.calls: list[tuple[str, Request]] = []
+        self.alive: bool | Exception = True
+        self.asked: list[tuple[Any, ...]] = []
+        self.hung_up: list[str] = []
+
+    def hang_up(self, handle: Handle) -> None:
+        self.hung_up.append(handle.name)
 
     async def call(self, to: Handle, call: Call) -> Any:
+        if call.method == "is_alive":
+            self.asked.append(call.args)
+            if isinstance(self.alive, Exception):
+                raise self.alive
+            return self.alive
         request = Request.of_call(call.head[0], call.args, call.kwargs)
         self.calls.append((str(to.instance), request))
         try:
@@ -227,6 +241,63 @@ def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Refusal | 
         made.update(table(1, version=2, epochs={0: 2}))
         await asyncio.sleep(0)
         assert len(launcher.calls) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("retry", ["safe", "commit", "never"])
+@pytest.mark.parametrize("alive", [True, CallTimeout("the master is away")])
+def test_over_a_connection_that_broke_the_same_call_is_sent_again_once_the_master_was_asked(
+    retry: Any, alive: bool | Exception
+) -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Any:
+            if len(launcher.calls) < 3:
+                raise ProcessGone("the connection broke", unsure=True)
+            return request.args[0]
+
+        role = service("w", 1)
+        made, launcher = rpc(role, answer, table(1))
+        launcher.alive = alive
+        assert await made.call(role, op(Same, retry=retry), ("x",), {}) == "x"
+        assert len({request.call_id for _, request in launcher.calls}) == 1, "its instance runs no call twice"
+        assert launcher.asked == [("w", 0, 1)] * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("alive", "second", "error"),
+    [(False, None, CallLost), (True, Refusal(kind="stale", text="w/0 is at epoch 2"), CallLost)],
+    ids=["its process is gone", "it was set up anew and has forgotten the call"],
+)
+def test_a_call_that_may_have_run_before_its_connection_broke_is_never_sent_as_another_one(
+    alive: bool, second: Refusal | None, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Any:
+            if len(launcher.calls) == 1:
+                raise ProcessGone("the connection broke", unsure=True)
+            return second
+
+        role = service("w", 1)
+        made, launcher = rpc(role, answer, table(1))
+        launcher.alive = alive
+        with pytest.raises(error, match="the connection broke"):
+            await made.call(role, op(Same, retry="never"), ("x",), {})
+        assert len({request.call_id for _, request in launcher.calls}) == 1
+
+    asyncio.run(main())
+
+
+def test_connections_to_processes_that_the_master_has_given_up_are_closed() -> None:
+    async def main() -> None:
+        role = service("w", 2)
+        made, launcher = rpc(role, echo, table(2))
+        made.update(table(2, version=2, epochs={0: 2}))
+        assert launcher.hung_up == [], "a new epoch of the same process"
+        made.update(table(1, version=3))
+        assert launcher.hung_up == [f"{JOB}/w/1/1"]
 
     asyncio.run(main())
 

@@ -15,10 +15,10 @@ import pytest
 from tests.makers import JOB, at, loop, mesh, op, service, spec
 from tests.world.virtual import run as virtual
 
-from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, InstanceRecord
+from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, InstanceRecord, Process
 from rota.job.core.graph import expand
 from rota.job.health import stacks
-from rota.job.health.heartbeat import Failure, Heartbeat, ProgressMarks
+from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance import flow
 from rota.job.instance.flow import Flow, LoopRunner
 from rota.job.instance.runners import StillRunning
@@ -30,11 +30,11 @@ from rota.job.master.master import AppendRequest, InboxFull, JobMaster
 from rota.job.rpc.client import EventLoopThread, Exited, RpcClient
 from rota.job.rpc.peers import JobPlace, Peer, PeerTable
 from rota.runtime.clock import SystemClock
-from rota.runtime.launcher import Call, CallTimeout, ProcessDied
+from rota.runtime.launcher import Call, CallTimeout, ProcessDied, ProcessGone, RemoteError
 from rota.spec.commands import ReleaseGang, ReserveGang, SetTimer
 from rota.spec.errors import BadInput, CallError, Fenced
 from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, ProgressStalled, TimerFired
-from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
@@ -75,6 +75,42 @@ def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch:
     run(main())
 
 
+def test_a_full_inbox_answers_every_request_and_a_commit_is_to_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master, "INBOX_MAX", 2)
+
+    async def main() -> None:
+        one = a_master()
+        one._loaded.set()
+        waiting = [asyncio.create_task(one.commit(n=1, loop_epoch=1, versions={}, metrics={})) for _ in range(3)]
+        assert {(await each)["answer"] for each in waiting} == {"again"}
+        assert isinstance(one._inbox.get_nowait(), InboxFull) and one._inbox.empty()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "alive"),
+    [(None, True), (RemoteError("ping raised"), True), (CallTimeout("silent"), True), (ProcessGone("gone"), False)],
+)
+def test_only_a_process_that_is_gone_is_not_alive(
+    answer: Exception | None, alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        one, who = a_master(), InstanceId(RoleName("w"), 0)
+        record = InstanceRecord(id=who, epoch=Epoch(1), process=Process(epoch=Epoch(1)))
+        one.ctx = replace(one.ctx, instances={who: record})
+
+        async def call_instance(role: str, rank: int, call: Call) -> object:
+            if answer is not None:
+                raise answer
+            return None
+
+        monkeypatch.setattr(one, "_call_instance", call_instance)
+        assert await one.is_alive("w", 0, 1) is alive
+
+    run(main())
+
+
 def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         for state, told in ((JobState.RUNNING, False), (JobState.FAILED, True)):
@@ -103,7 +139,10 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
     async def main() -> None:
         one = a_master()
         who: Any = {"role": RoleName("w"), "rank": 0, "epoch": Epoch(1), "started_epoch": Epoch(1), "pid": 1}
-        beat = Heartbeat(**who, saved_s=5.0, failure=Failure(epoch=Epoch(1), reason=Reason.USER_ERROR, text="boom"))
+        lost = InstanceLost(
+            role=RoleName("w"), rank=0, epoch=Epoch(1), reason=Reason.USER_ERROR, text="boom", alive=True
+        )
+        beat = Heartbeat(**who, saved_s=5.0, lost=lost)
         assert (await one.beat(beat.to_json()))["table"] is None
         asked = [asyncio.create_task(work) for work in (one.status(), one.stacks("w", 0), one.why())]
         await asyncio.sleep(0)
@@ -115,7 +154,7 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
         assert (await asked[0])["beats"]["w/0"]["pid"] == 1
         assert one._inbox.empty() and one._saved_s == 0.0, "it judged what it did not know"
         await one.beat(beat.to_json())
-        assert one._inbox.get_nowait() == AppendRequest(beat.lost())
+        assert one._inbox.get_nowait() == AppendRequest(beat.lost)
         await asyncio.gather(*asked)
 
     run(main())
@@ -223,7 +262,7 @@ class TestFlow:
 
         role = service("loop", 1)
         place = JobPlace(home=str(tmp_path), job=JOB, workdir="", launcher="")
-        launcher, clock = SimpleNamespace(call=call), SystemClock()
+        launcher, clock = SimpleNamespace(call=call, hang_up=lambda handle: None), SystemClock()
         found = SimpleNamespace(place=place, spec=spec(role), role=role, id=at("loop/0"), devices=(), clock=clock)
         vars(found).update(launcher=launcher, marks=ProgressMarks(SystemClock()), rpc=None)
         return found
@@ -339,7 +378,7 @@ class TestFlow:
             body._flow, body._task = self.flow(seat), asyncio.ensure_future(asyncio.sleep(60))
             body._first.acquire()
             with pytest.raises(StillRunning):
-                await body.dissolve()
+                await body.dissolve(0.0)
 
         run(main())
 
@@ -366,7 +405,7 @@ class TestFlow:
             seat.user.loop.call_soon_threadsafe(free.wait)
             task = asyncio.ensure_future(body.run(0))
             await asyncio.sleep(0.01)
-            await body.dissolve()
+            await body.dissolve(0.0)
             free.set()
             await seat.user.do(int)
             assert task.cancelled() and not entered.is_set()

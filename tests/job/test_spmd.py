@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.makers import format_line
+from tests.makers import at, format_line
 
 from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance import spmd
@@ -313,10 +313,12 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
         file.writelines(format_line(2.0, 1, 1, *line) for line in lines)
     failed = asyncio.run(body._failure(0, 3))
     assert str(failed) == "rank 0 ended with exit status 3: tool: no such file /data"
-    found = failure_of(failed, Epoch(1))
+    found = failure_of(failed, at("main/0"), Epoch(1))
     assert found.reason is Reason.EXIT_NONZERO
     assert found.traceback == "opening /data\ntool: no such file /data"
-    silent = failure_of(CommandFailed("rank 0 ended with exit status 3", reason=Reason.EXIT_NONZERO), Epoch(1))
+    silent = failure_of(
+        CommandFailed("rank 0 ended with exit status 3", reason=Reason.EXIT_NONZERO), at("main/0"), Epoch(1)
+    )
     assert (silent.text, silent.traceback) == ("rank 0 ended with exit status 3", "")
 
 
@@ -409,4 +411,27 @@ def test_a_command_that_cannot_be_run_is_told_with_its_name_and_the_remedy() -> 
         CommandFailed, match=r"'\./nosuchtool' cannot be run in .*No such file.*put it on PATH"
     ) as caught:
         asyncio.run(body._spawn({}))
-    assert failure_of(caught.value, Epoch(1)).traceback == "", "no frames of Rota"
+    assert failure_of(caught.value, at("main/0"), Epoch(1)).traceback == "", "no frames of Rota"
+
+
+def test_a_command_that_gives_up_its_epoch_has_the_grace_it_is_given_to_save(tmp_path: Path) -> None:
+    saved, script = tmp_path / "saved", tmp_path / "slow.sh"
+    script.write_text(
+        f"trap 'sleep 1; touch {saved}; exit 0' TERM\ntouch {tmp_path}/up\nwhile :; do sleep 0.05; done\n"
+    )
+    seat: Any = SimpleNamespace(role=role(("/bin/sh", str(script))), clock=SystemClock(), marks=None)
+    seat.marks = ProgressMarks(seat.clock)
+
+    async def main(grace_s: float) -> bool:
+        body = CommandRunner(seat)
+        body._children = [await spmd._started("/bin/sh", str(script))]
+        while not (tmp_path / "up").exists():
+            await asyncio.sleep(0.02)
+        await body.dissolve(grace_s)
+        return saved.exists()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spmd, "DISSOLVE_GRACE_S", 0.1)
+        assert not asyncio.run(main(0.0))
+        (tmp_path / "up").unlink()
+        assert asyncio.run(main(30.0))

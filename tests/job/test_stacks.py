@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.makers import at
 
 from rota.job.health.stacks import is_of_the_job, of_the_job, own_stacks
 from rota.job.inspect import inspect_all
@@ -145,6 +146,6 @@ def test_code_that_fails_at_its_import_is_told_with_its_own_frames_alone(
 def test_an_error_that_has_a_reason_of_its_own_kind_is_a_failure_like_any_other() -> None:
     with pytest.raises(UnicodeDecodeError) as caught:
         b"\xff".decode()
-    found = failure_of(caught.value, Epoch(1))
+    found = failure_of(caught.value, at("main/0"), Epoch(1))
     assert (found.reason, found.text.partition(":")[0]) == (Reason.USER_ERROR, "UnicodeDecodeError")
     assert __file__ in found.traceback

@@ -2,28 +2,34 @@
 
 ``bed(n)`` makes n machines whose interfaces hang on one bridge, which lies in a namespace too: the network of the
 computer stays as it is. What lies outside ``/tmp`` and ``/dev/shm`` all of them share. Faults: ``Machine.kill`` ends
-all processes of a machine at once (a power cut), ``start`` brings it back with its name and address and an empty
-``/tmp``; ``link`` cuts its cable; ``deaf_to`` drops what it sends to one other; ``shape`` limits what it sends. Linux,
-as root, with ``ip`` and ``nsenter``; ``missing`` says which of these is not here.
+all processes of a machine at once (a power cut), ``start`` brings it back with its name, its address, its ``DISK`` and
+nothing else in ``/tmp``; ``link`` cuts its cable; ``deaf_to`` drops what it sends to one other; ``shape`` limits what
+it sends. Linux, as root, with ``ip`` and ``nsenter``; ``missing`` says which of these is not here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 MACHINES_MAX = 9
+DISKS = "/var/tmp"
 START_S = 10.0
 INTERFACE = "eth0"
+DISK = "/tmp/disk"
+"""A folder of each machine that survives a power cut."""
 _PREFIX = "rota-bed"
 _UNSHARE = ("unshare", "-m", "-u", "-i", "-p", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
 _INIT = """
@@ -65,6 +71,22 @@ def missing() -> str:
     return ""
 
 
+def _mounts(disk: Path) -> list[str]:
+    """Commands that give a machine its own ``/tmp`` and ``/dev/shm``; a checkout below ``/tmp`` stays where it is."""
+    checkout = shlex.quote(str(ROOT))
+    own = [f"mkdir -p {DISK}", f"mount --bind {shlex.quote(str(disk))} {DISK}"]
+    if not ROOT.is_relative_to("/tmp"):
+        return ["mount -t tmpfs tmpfs /tmp", "mount -t tmpfs tmpfs /dev/shm", *own]
+    return [
+        f"mount --bind {checkout} /dev/shm",  # held here while /tmp is hidden
+        "mount -t tmpfs tmpfs /tmp",
+        f"mkdir -p {checkout}",
+        f"mount --move /dev/shm {checkout}",
+        "mount -t tmpfs tmpfs /dev/shm",
+        *own,
+    ]
+
+
 def _do(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
@@ -79,14 +101,14 @@ class Machine:
     address: str
     namespace: str
     environ: Mapping[str, str]
+    disk: Path
     pid: int = 0
     _init: subprocess.Popen[str] | None = None
     _children: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
 
     def start(self) -> None:
-        """Start its first process, with an empty ``/tmp`` and ``/dev/shm``."""
-        mounts = "mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm"
-        script = f'hostname {self.name} && {mounts} && exec "$0" -c "$1"'
+        """Start its first process, with an empty ``/dev/shm``, and ``DISK`` alone in ``/tmp``."""
+        script = f'hostname {self.name} && {" && ".join(_mounts(self.disk))} && exec "$0" -c "$1"'
         self._init = subprocess.Popen(
             [*("ip", "netns", "exec", self.namespace), *_UNSHARE, "sh", "-c", script, sys.executable, _INIT],
             stdout=subprocess.PIPE,
@@ -114,7 +136,8 @@ class Machine:
         self._children.clear()
         self._init, self.pid = None, 0
 
-    def _entered(self, argv: Sequence[str]) -> list[str]:
+    def entered(self, argv: Sequence[str]) -> list[str]:
+        """A command of this computer that runs ``argv`` on the machine."""
         assert self.pid, f"{self.name} is off"
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", "-i", "-p", "--wd=/", *argv]
 
@@ -123,7 +146,7 @@ class Machine:
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("ab")) if log else subprocess.PIPE
             child = subprocess.Popen(
-                self._entered(argv),
+                self.entered(argv),
                 env={**self.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -136,7 +159,7 @@ class Machine:
     def run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = 120.0, ok: bool = True) -> str:
         """Run a command on the machine; its stdout. Raises AssertionError with both streams if it failed and ``ok``."""
         done = subprocess.run(
-            self._entered(argv),
+            self.entered(argv),
             env={**self.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -214,7 +237,7 @@ def bed(count: int, *, subnet: int = 77, environ: Mapping[str, str] | None = Non
     """``count`` machines ``m0``, ``m1``, ... at 10.SUBNET.0.1, 10.SUBNET.0.2, ...; all end with the block."""
     assert 1 <= count <= MACHINES_MAX
     _sweep()
-    base = f"{_PREFIX}-{os.getpid()}"
+    base = f"{_PREFIX}-{os.getpid()}-{subnet}"
     hub, made = f"{base}-hub", list[Machine]()
     names = {name: value for name, value in os.environ.items() if not name.startswith(("ROTA_", "RAY_"))}
     try:
@@ -227,6 +250,7 @@ def bed(count: int, *, subnet: int = 77, environ: Mapping[str, str] | None = Non
                 address=f"10.{subnet}.0.{index + 1}",
                 namespace=f"{base}-{index}",
                 environ={**names, **(environ or {}), "TMPDIR": "/tmp"},
+                disk=Path(tempfile.mkdtemp(prefix=f"{base}-{index}-", dir=DISKS)),
             )
             made.append(one)
             _do("ip", "netns", "add", one.namespace)
@@ -242,4 +266,5 @@ def bed(count: int, *, subnet: int = 77, environ: Mapping[str, str] | None = Non
         for one in made:
             one.kill()
             _remove(one.namespace)
+            shutil.rmtree(one.disk, ignore_errors=True)
         _remove(hub)

@@ -9,6 +9,11 @@ import pytest
 from tests.machines.bed import Machine, bed, missing
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--stops N``: how often a job is stopped in each way."""
+    parser.addoption("--stops", type=int, help="stops of each kind that a job of tests/machines is given")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever lies in this folder starts processes and needs what ``missing`` names."""
     mine = [item for item in items if Path(item.path).is_relative_to(Path(__file__).parent)]

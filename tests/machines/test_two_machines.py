@@ -38,18 +38,17 @@ def over_two() -> Iterator[Site]:
 
 
 def test_a_torchrun_job_over_two_machines_needs_no_address(over_two: Site) -> None:
-    (over_two.home / "train.py").write_text(TRAIN)
+    over_two.put("train.py", TRAIN)
     job = over_two.submit(
-        f"""
+        """
 name: wide
-workdir: {over_two.home}
 roles:
   main:
     run: torchrun --nnodes 2 --nproc-per-node 2 train.py
     replicas: 2
-    mesh: {{dp: 2}}
-    resources: {{cpus: 2}}
-    apart: [{{role: self, level: node}}]
+    mesh: {dp: 2}
+    resources: {cpus: 2}
+    apart: [{role: self, level: node}]
 """
     )
     ended = over_two.ended(job)

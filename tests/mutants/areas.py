@@ -46,4 +46,6 @@ AREAS = (
         sources=("service/rest/auth.py", "service/accounts.py", "service/rest/routes/accounts.py"),
         tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_deps", "webhooks")),
     ),
+    Area(name="streams", sources=("tensors/ring.py",), tests=("tests/tensors/core/test_ring.py",)),
+    Area(name="sweeps", sources=("service/sweeps.py",), tests=("tests/service/test_sweeps.py",)),
 )

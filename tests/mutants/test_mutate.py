@@ -72,7 +72,9 @@ def test_the_same_seed_breaks_the_same_lines_and_each_line_once() -> None:
 def test_a_function_that_others_imported_is_changed_in_place() -> None:
     from rota.service.accounts import is_below
 
-    source = next(path for path in AREAS[-1].files() if path.name == "accounts.py" and path.parent.name == "service")
+    source = next(
+        path for area in AREAS for path in area.files() if path.name == "accounts.py" and path.parent.name == "service"
+    )
     mutant = next(
         Mutant(path=source, mutation=one)
         for one in mutations(source.read_bytes())

@@ -34,6 +34,8 @@ class Version:
     part: int
     world: int
     auto: bool
+    direct: bool = False
+    copied: bool = False
     st: str = "p"
     refs: int = 0
     parts: list[int] = field(default_factory=list[int])
@@ -53,7 +55,6 @@ class Name:
     hist: list[int] = field(default_factory=list[int])
     pend: int = 0
     part_epoch: int = -1
-    tries: int = 0
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class ProtocolMachine:
         self.current: dict[int, str] = {}
         self.clients: dict[str, Client] = {}
         self.fences: dict[str, int] = {}
+        self.limbo: set[int] = set()
         self.slots, self.slots_free = 0, list[int]()
         self.ids, self.quota = 0, 0
 
@@ -97,13 +99,27 @@ class ProtocolMachine:
         return handler(*args)
 
     def _reclaim(self, v: int) -> None:
+        """No holder is known here any more: a version that may be noted in the file of a client waits for ``reap``."""
+        if self.versions[v].direct:
+            self.limbo.add(v)
+        else:
+            self._free(v)
+
+    def _reap(self, *versions: int) -> int:
+        ended = [v for v in versions if v in self.limbo and self.versions[v].refs == 0]
+        for v in ended:
+            self.limbo.remove(v)
+            self._free(v)
+        return len(ended)
+
+    def _free(self, v: int) -> None:
         version = self.versions.pop(v)
         if version.orphan == "drop" and version.owner in self.clients:
             self.clients[version.owner].drops.pop(v, None)
         self.free.setdefault(version.blk, []).append((version.seg, version.off))
         self.segments[version.seg].used -= 1
         for part in version.parts:
-            self._reclaim(part)
+            self._free(part)
 
     def _doom(self, v: int) -> None:
         version = self.versions.get(v)
@@ -164,7 +180,7 @@ class ProtocolMachine:
     def _reserve(
         self, client: str, request: str, name: str, kind: str, epoch: int, step: int | str, label: str, block: int,
         count: int, file: int, length: int, desc: str, orphan: str, retain: int, mutable: int, evictable: int,
-        part: int, world: int, room: int,
+        part: int, world: int, direct: int = 0, copied: int = 0,
     ) -> list[Any]:  # fmt: skip
         del desc, mutable, evictable
         if client not in self.clients:
@@ -175,17 +191,15 @@ class ProtocolMachine:
                 version = self.versions[v]
                 return [v, self.names[name].slot, version.seg, version.off, version.s]
         entry = self.names.get(name)
-        step, auto = self._check_order(entry, kind, epoch, step, label)
+        step, auto = self._check_order(entry, kind, epoch, step, -1 if copied else self._fence_of(label))
         if entry is None and not self.slots_free and self.slots >= SLOTS_MAX:
             raise ScriptRefused("SLOTS")
-        beside = sum(other.startswith(name[:-20]) for other in self.names) if room else 0
-        if room and beside >= room:
-            raise ScriptRefused("FULL", [beside])
         seg, off = self._take_block(block, count, file)
         self.ids += 1
         self.versions[self.ids] = Version(
-            name, client, label, epoch, step, seg, off, block, length, orphan, retain, part, world, auto
-        )
+            name, client, label, epoch, step, seg, off, block, length, orphan, retain, part, world, auto, bool(direct),
+            bool(copied),
+        )  # fmt: skip
         own[self.ids] = request
         if entry is None:
             if self.slots_free:
@@ -197,8 +211,7 @@ class ProtocolMachine:
         entry.pend += 1
         return [self.ids, entry.slot, seg, off, step]
 
-    def _check_order(self, entry: Name | None, kind: str, epoch: int, step: int | str, label: str) -> tuple[int, bool]:
-        fence = self._fence_of(label)
+    def _check_order(self, entry: Name | None, kind: str, epoch: int, step: int | str, fence: int) -> tuple[int, bool]:
         if epoch < fence:
             raise ScriptRefused("FENCED", [fence])
         if entry is not None and entry.kind != kind:
@@ -263,7 +276,7 @@ class ProtocolMachine:
         return ["ready", v, entry.slot, first, _joined(keep), v]
 
     def _refusal(self, version: Version, v: int, entry: Name) -> ScriptRefused | None:
-        fence = self._fence_of(version.label)
+        fence = -1 if version.copied else self._fence_of(version.label)
         if version.e < fence:
             return ScriptRefused("FENCED", [fence])
         if version.e < entry.part_epoch:
@@ -329,24 +342,10 @@ class ProtocolMachine:
             row += [each, block.seg, block.off, block.blk]
         return row
 
-    def _take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[list[Any]]:
-        if client not in self.clients:
-            raise ScriptRefused("UNJOINED")
+    def _check(self, label: str, epoch: int) -> int:
         if epoch < self._fence_of(label):
             raise ScriptRefused("FENCED", [self._fence_of(label)])
-        rows: list[list[Any]] = []
-        for name in sorted(name for name, entry in self.names.items() if name.startswith(prefix) and entry.v):
-            entry = self.names[name]
-            mine = self.clients[client].leases.get(entry.v) == seq
-            if len(rows) < n_max and (mine or self.versions[entry.v].refs == 0):
-                entry.tries += not mine
-                self._lease(self.clients[client], entry.v, seq)
-                rows.append([name, entry.tries, *self._row(name, entry.v)])
-        return rows
-
-    def _next(self) -> int:
-        self.ids += 1
-        return self.ids
+        return 1
 
     def _touch(self, name: str) -> int:
         if name not in self.names or not self.names[name].v:
@@ -355,11 +354,11 @@ class ProtocolMachine:
 
     def _pick(self, client: str, at: int, name: str, selector: str) -> int:
         mode, arg, entry = selector[:1], int(selector[1:] or 0), self.names.get(name)
-        if mode == "v":
+        if mode in ("v", "h"):
             version = self.versions.get(arg)
             alive = version is not None and (
                 version.st == "r"
-                or (version.st == "d" and version.refs > 0)
+                or (version.st == "d" and (version.refs > 0 or mode == "h"))
                 or (version.st == "p" and version.owner == client)
             )
             if version is None or not alive or version.name != name:
@@ -411,18 +410,19 @@ class ProtocolMachine:
         for v in leases[:n_max]:
             self._unlease(entry, v)
         left, pending = max(len(leases) - n_max, 0), list(entry.own)
-        for v in pending:
+        for v in pending[:n_max]:
             self._undo(v)
+        left += max(len(pending) - n_max, 0)
         out: list[Any] = []
         for v, name in list(entry.drops.items()):
             if name in self.names and self.names[name].v == v:
-                out += [v, name]
+                out += [v, name] if len(out) < 2 * n_max else []
                 left += 1
             else:
                 del entry.drops[v]
         if left == 0:
             self.clients.pop(client, None)
-        return [left, min(len(leases), n_max), len(pending), *out]
+        return [left, min(len(leases), n_max), min(len(pending), n_max), *out]
 
     def _hold(self, client: str, holder: str) -> int:
         entry, leases = self.clients.setdefault(holder, Client()), list(self.clients[client].leases)

@@ -36,6 +36,11 @@ OWN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 """Helpers of Python's own that end with the tests' process, not before."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--frames N``: how many frames of chance a call server is given."""
+    parser.addoption("--frames", type=int, default=None, help="frames of chance that a call server is given")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever lies in this folder is real: the quick check does not even collect it."""
     for item in items:

@@ -20,7 +20,7 @@ import pytest
 from tests.makers import placement
 
 from rota.job.core.context import JobContext
-from rota.job.core.machine import initial, step
+from rota.job.core.machine import fold, initial
 from rota.job.inspect import inspect_workload
 from rota.runtime import process
 from rota.runtime.environ import Home
@@ -70,7 +70,7 @@ class Run:
         """The context after each record."""
         found = [initial(self.job)]
         for record in self.log.read(job=self.job):
-            found.append(step(found[-1], record)[0])
+            found.append(fold(found[-1], record))
         return found
 
     def context(self) -> JobContext:
@@ -99,6 +99,7 @@ class Run:
             args=args,
             env={},
             log_path=str(self.home.job(self.job).logs / "master-0.log"),
+            key=b"k" * 32,
         )
         self.master = await self.launcher.start_master(start, timeout_s=WAIT_S)
 
@@ -139,9 +140,14 @@ class Run:
         return sum(f"{one.role}/{one.rank}" == instance for one in self.events(InstanceStarted))
 
     def kill(self, instance: str) -> int:
-        started = [one for one in self.events(InstanceStarted) if f"{one.role}/{one.rank}" == instance][-1]
-        assert process.send_signal(ProcessId(pid=started.pid, start_time=started.start_time), signal.SIGKILL)
-        return started.pid
+        """Kill its process with SIGKILL; one that is being replaced is waited for."""
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            started = [one for one in self.events(InstanceStarted) if f"{one.role}/{one.rank}" == instance][-1]
+            if process.send_signal(ProcessId(pid=started.pid, start_time=started.start_time), signal.SIGKILL):
+                return started.pid
+            time.sleep(0.1)
+        raise AssertionError(f"{instance} has no process\n{self.story()}")
 
     def kill_master(self) -> int:
         pid = self.events(MasterStarted)[-1].pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,24 @@ def test_control_store_master_watcher_and_raylet_are_replaced_when_they_are_stop
         assert parts == ["control store", "master of job", "watcher of the engine", "raylet"]
 
     gateway(body)
+
+
+def test_gateway_and_engine_of_a_home_that_was_removed_end(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", TARGETS)
+    there = list[ProcessId]()
+
+    async def body(client: GatewayClient, home: Path) -> None:
+        master, status = await start_master(client, home, "job"), await client.engine_status()
+        pids = [master["pid"], status["gcs_pid"], status["raylet_pid"], (await client.ping())["pid"]]
+        there.extend(one for pid in pids if (one := process.identify(pid)) is not None)
+        watcher = EngineFiles(home).run.find_alive("engine-here")
+        assert watcher is not None
+        there.append(watcher.id)
+
+    run_in(engine_home, body)
+    assert len(there) == 5
+    shutil.rmtree(engine_home)
+    assert process.wait_gone(there, LIMIT_S) == ()
 
 
 def test_an_engine_whose_watcher_died_is_adopted_and_heals_as_before(gateway) -> None:

@@ -243,7 +243,7 @@ def test_a_hang_is_told_with_its_stack_and_healed_while_a_declared_rest_and_slow
 def test_a_plain_function_runs_once_with_its_context(engine) -> None:
     async def body(run: Run) -> None:
         assert (await run.end()).state is JobState.SUCCEEDED, run.story()
-        assert (run.output / "plain.txt").read_text() == f"main 0 {run.job}"
+        assert (run.output / "plain.txt").read_text() == f"main 0 {run.job} here 127.0.0.1"
 
     run_job(engine, job(role("main", "basic:plain")), body)
 

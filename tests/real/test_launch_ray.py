@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtime"))
 from conformance import WAIT_S, LauncherConformance, bundles, instance, reservation, used
 
 pytestmark = [pytest.mark.slow]
+KEY = b"k" * 32
 TARGETS = Path(__file__).resolve().parent.parent / "runtime"
 
 
@@ -307,7 +308,7 @@ def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp
     async def body(launcher, job) -> None:
         code = {"folder": str(tmp_path)}
         start = MasterStart(
-            job=job, target="master_target:CountingMaster", args=code, env={}, workdir=rig.workdir, log_path=""
+            job=job, target="master_target:CountingMaster", args=code, env={}, workdir=rig.workdir, key=KEY
         )
         master = await launcher.start_master(start, timeout_s=WAIT_S)
         assert await launcher.start_master(start, timeout_s=WAIT_S) == master
@@ -361,7 +362,12 @@ def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tm
         await launcher.reserve(reservation(other), bundles(rig, 1), timeout_s=WAIT_S)
         kept = await launcher.start(instance(rig, other), timeout_s=WAIT_S)
         start = MasterStart(
-            job=job, target="master_target:CountingMaster", args={"folder": str(tmp_path)}, env={}, workdir=rig.workdir
+            job=job,
+            target="master_target:CountingMaster",
+            args={"folder": str(tmp_path)},
+            env={},
+            workdir=rig.workdir,
+            key=KEY,
         )
         master = await launcher.start_master(start, timeout_s=WAIT_S)
         handles = [await launcher.start(instance(rig, job, i, bundle=i), timeout_s=WAIT_S) for i in range(2)]
@@ -389,7 +395,12 @@ def test_a_master_starts_on_no_node_that_is_to_be_avoided(rig, tmp_path) -> None
 
     async def body(launcher, job) -> None:
         start = MasterStart(
-            job=job, target="master_target:CountingMaster", args={"folder": str(tmp_path)}, env={}, workdir=rig.workdir
+            job=job,
+            target="master_target:CountingMaster",
+            args={"folder": str(tmp_path)},
+            env={},
+            workdir=rig.workdir,
+            key=KEY,
         )
         with pytest.raises(CallTimeout):
             await launcher.start_master(start, avoid=[one["NodeID"] for one in ray.nodes()], timeout_s=1.0)

@@ -18,6 +18,7 @@ from rota.job.rpc import payload
 from rota.job.rpc.dispatch import merge, split
 from rota.job.rpc.payload import Box, Ref, opened
 from rota.spec.dispatch import Concat, Shard
+from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.tensors.api.store import Plane
 
@@ -81,6 +82,23 @@ def test_a_value_lives_as_long_as_a_ref_to_a_part_of_it_is_held(plane: Plane) ->
     name = part.pieces[0].name
     del part
     gc.collect()
+    payload.HELD.give_back(plane)
+    assert plane.ls(name) == []
+
+
+def test_a_name_that_could_not_be_deleted_is_deleted_later(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = answer(plane, ROWS)
+    name = found.pieces[0].name
+    del found
+    gc.collect()
+
+    def away(*_: object, **__: object) -> None:
+        raise NotReachable("the registry is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "delete", away)
+        with pytest.raises(NotReachable):
+            payload.HELD.give_back(plane)
     payload.HELD.give_back(plane)
     assert plane.ls(name) == []
 

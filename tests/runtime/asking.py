@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rota.runtime.random import SystemChance
+from rota.runtime.random import SystemRandom
 from rota.runtime.ray.client import LENGTH, GatewayFiles, encode
 
 
 def ask_once(home: Path, op: str, args: Mapping[str, Any], *, timeout_s: float = 30.0) -> Any:
     """The result of one operation. Raises OSError when there is no gateway, KeyError for an error."""
-    own = SystemChance().fresh()  # the answer to a known one would be the first answer again
+    own = SystemRandom().new_id()  # the answer to a known one would be the first answer again
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(timeout_s)
         door.connect(GatewayFiles(home).address)

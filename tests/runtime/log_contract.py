@@ -81,6 +81,21 @@ class LogContract:
         assert [record.number for record in log.read(job=A, after=1)] == [4]
         assert [record.number for record in log.read(cluster=True)] == [2]
 
+    def test_a_sample_is_spread_evenly_and_has_the_newest(self, log: EventLog) -> None:
+        writer = service(log)
+        for n in range(1, 8):
+            log.append([tick(f"t{n}"), JobQueued()], writer=writer, job=A)
+            log.append([tick("other")], writer=writer, job=B)
+
+        def names(points: int) -> list[str]:
+            return [one.event.timer for one in log.sample(A, "TimerFired", points)]  # type: ignore[union-attr]
+
+        assert names(1) == ["t7"]
+        assert names(2) == ["t3", "t7"]
+        assert names(3) == ["t1", "t4", "t7"]
+        assert names(7) == names(100) == [f"t{n}" for n in range(1, 8)]
+        assert log.sample(A, "Committed", 5) == log.sample(JobId("c-1"), "TimerFired", 5) == ()
+
     def test_a_write_on_an_older_state_of_the_job_is_refused_whole(self, log: EventLog) -> None:
         me = service(log)
         log.append([tick("1")], writer=me, job=A, expected_seq=0)

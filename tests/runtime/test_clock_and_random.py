@@ -1,11 +1,11 @@
-"""Time moves only forward; the same seed gives the same chance."""
+"""Time moves only forward; the same seed gives the same numbers."""
 
 from __future__ import annotations
 
 import pytest
 
 from rota.runtime.clock import SystemClock, iso
-from rota.runtime.random import SeededChance, SystemChance, encode, ulid
+from rota.runtime.random import SeededRandom, SystemRandom, encode, ulid
 from rota.testing.memory import VirtualClock
 
 
@@ -29,14 +29,14 @@ def test_times_are_shown_in_utc_with_milliseconds() -> None:
 
 
 def test_the_same_seed_repeats_and_the_system_does_not() -> None:
-    assert [SeededChance(7).fresh() for _ in range(2)] == [SeededChance(7).fresh() for _ in range(2)]
-    assert SeededChance(7).fresh() != SeededChance(8).fresh()
-    assert len({SystemChance().fresh() for _ in range(100)}) == 100
+    assert [SeededRandom(7).new_id() for _ in range(2)] == [SeededRandom(7).new_id() for _ in range(2)]
+    assert SeededRandom(7).new_id() != SeededRandom(8).new_id()
+    assert len({SystemRandom().new_id() for _ in range(100)}) == 100
 
 
 def test_identifiers_sort_by_time() -> None:
-    chance = SeededChance(1)
-    made = [ulid(1000.0 + i, chance) for i in range(20)]
+    random_source = SeededRandom(1)
+    made = [ulid(1000.0 + i, random_source) for i in range(20)]
     assert made == sorted(made)
     assert {len(text) for text in made} == {26}
     assert encode(0, 10) == "00"

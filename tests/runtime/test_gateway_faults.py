@@ -95,6 +95,8 @@ def test_a_gateway_that_cannot_watch_its_engine_still_leaves_with_it(
         raylet = subprocess.Popen(["sleep", "60"])
         try:
             own = Gateway(tmp_path, SETTINGS, "rota/test")
+            own._socket.parent.mkdir(parents=True, exist_ok=True)
+            own._socket.touch()
             own._raylet = process.identify(raylet.pid)
             watch = asyncio.create_task(own._watch_engine())
             await asyncio.wait_for(tried.wait(), LIMIT_S)
@@ -128,6 +130,8 @@ def test_a_gateway_whose_engine_dies_while_it_connects_does_not_wait_for_ray(
         monkeypatch.setattr(gateway, "start_engine", lambda *_: state)
         try:
             own = Gateway(tmp_path, SETTINGS, "rota/test")
+            own._socket.parent.mkdir(parents=True, exist_ok=True)
+            own._socket.touch()
             watch = asyncio.create_task(own._watch_engine())
             asking = asyncio.create_task(own._attached())
             await asyncio.to_thread(connects.wait, LIMIT_S)
@@ -142,7 +146,7 @@ def test_a_gateway_whose_engine_dies_while_it_connects_does_not_wait_for_ray(
             forever.set()
 
     monkeypatch.setattr(gateway, "_ENGINE_CHECK_S", 0.01)
-    monkeypatch.setattr(gateway, "_set_environment", lambda _: None)
+    monkeypatch.setattr(gateway.environ, "set_variables", lambda _: None)
     monkeypatch.setattr(gateway.importlib, "import_module", lambda _: SimpleNamespace(connect=connect))
     asyncio.run(body())
 

@@ -11,7 +11,7 @@ import pytest
 from rota.runtime import probe, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.node import fake_devices, local_devices, local_node, nvidia_devices
-from rota.runtime.probe import Sampler, probe_process
+from rota.runtime.probe import Load, probe_process
 
 SPIN = """
 import faulthandler, signal, sys
@@ -73,20 +73,20 @@ def test_devices_of_the_driver_are_listed_in_bus_order(tmp_path) -> None:
 
 
 def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_out(spinner) -> None:
-    sampler, own, clock = Sampler(SystemClock()), identity(spinner), SystemClock()
+    own, clock = identity(spinner), SystemClock()
+    load = Load(clock, own)
     began_s, used_s = clock.monotonic_s(), cpu_s(spinner)
-    sampler.processes([own])
+    load.read()
     while cpu_s(spinner) < used_s + 0.2:  # on a busy machine it waits for a core
         process.wait_gone([own], 0.1)
         assert clock.monotonic_s() < began_s + 60.0
-    (sample,) = sampler.processes([own])
-    assert sample.process == own
+    found = load.read()
     share = (cpu_s(spinner) - used_s) / (clock.monotonic_s() - began_s)
-    assert sample.cpus == pytest.approx(share, rel=0.5)
-    assert sample.rss_bytes > 1 << 20
+    assert found["cpus"] == pytest.approx(share, rel=0.5)
+    assert found["rss_bytes"] > 1 << 20
     spinner.kill()
     process.wait_gone([own], 30.0)
-    assert sampler.processes([own]) == ()
+    assert load.read() == {"cpus": 0.0, "rss_bytes": 0}
 
 
 def test_stacks_name_the_function_a_process_is_in(spinner) -> None:

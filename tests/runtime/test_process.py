@@ -14,6 +14,7 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.process import ExitWatch, ProcessId, RunFolder, Spawn
+from rota.spec.errors import TimedOut
 
 SLEEP = ("/bin/sleep", "600")
 WAIT_S = 30.0
@@ -220,3 +221,30 @@ def test_usage_is_measured_for_exactly_this_process(sleeper) -> None:
     usage = process.usage_of(identity(sleeper))
     assert usage is not None and usage.rss_bytes > 0 and usage.threads == 1
     assert process.usage_of(ProcessId(pid=sleeper.pid, start_time=0.0)) is None
+
+
+def test_the_wait_for_a_lock_ends_and_names_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with process.locked(path), pytest.raises(TimedOut) as found, process.locked(path, wait_s=0.01):
+        pass
+    assert f"{path} is locked by process {os.getpid()} (" in found.value.message
+    assert f"kill {os.getpid()}" in found.value.hint
+    with process.locked(path, wait_s=0.01):
+        pass
+
+
+def test_a_lock_is_taken_as_soon_as_it_is_free(tmp_path: Path) -> None:
+    tries = iter([False, False, True])
+    process.take_lock(tmp_path / "a.lock", lambda: next(tries))
+    assert list(tries) == []
+
+
+def test_the_remedy_for_a_stopped_holder_is_to_continue_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "is_stopped", lambda _: True)
+    path = tmp_path / "a.lock"
+    with (
+        process.locked(path),
+        pytest.raises(TimedOut, match=f"kill -CONT {os.getpid()}"),
+        process.locked(path, wait_s=0.0),
+    ):
+        pass

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from rota.runtime.launcher import CallTimeout, DeathsLost, ProcessDied, instance_name
+from rota.runtime.directory import FixedDirectory
+from rota.runtime.launcher import Call, CallTimeout, DeathsLost, ProcessDied, ProcessGone, instance_name
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 
 pytestmark = pytest.mark.slow  # imports Ray
 JOB = JobId("a-1")
+SECRETS: Any = FixedDirectory(host="", address="", secret=b"k" * 32)
 
 
 def death(n: int) -> ProcessDied:
@@ -50,6 +52,26 @@ def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPat
         with pytest.raises(DeathsLost, match="3 deaths of a-1"):
             await anext(events)
         assert await anext(launcher.events(JOB)) == death(4), "what comes after it is heard again"
+
+    asyncio.run(main())
+
+
+def test_a_call_without_a_limit_gives_up_when_no_master_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rota.runtime.ray import launcher as module
+
+    monkeypatch.setattr(module, "_MASTER_AWAY_S", 0.2)
+
+    async def main() -> None:
+        one, sent = module.RayLauncher("rota/test"), list[str]()
+
+        async def send(name: str, call: Call, deadline: float | None = None) -> object:
+            sent.append(name)
+            raise ProcessGone("no master")
+
+        monkeypatch.setattr(one, "_send", send)
+        with pytest.raises(CallTimeout, match=r"gave no answer within 0\.2 s: no master"):
+            await one._call_master("a-1/master", Call(method="ping"))
+        assert len(sent) > 1
 
     asyncio.run(main())
 
@@ -122,7 +144,7 @@ def test_masters_are_started_one_at_a_time_a_job_and_no_job_leaves_a_lock_behind
     async def main() -> None:
         ops = GatewayOps("rota/test")
         launcher: Any = SimpleNamespace(start_master=start_master, stop=nothing, wait_end=for_ever, close=nothing)
-        ops._launcher = launcher
+        ops._launcher, ops._directory = launcher, SECRETS
         jobs = [JobId(f"j-{n}") for n in range(200)]
         await asyncio.gather(*(ops.ensure_master(job, "t", {}, {}, "") for job in jobs for _ in range(3)))
         assert set(most.values()) == {1} and set(starts.values()) == {3}
@@ -135,3 +157,30 @@ def test_masters_are_started_one_at_a_time_a_job_and_no_job_leaves_a_lock_behind
         await ops.close()
 
     asyncio.run(main())
+
+
+def test_a_master_that_is_made_anew_by_another_gateway_has_the_key_of_the_instances_that_live() -> None:
+    from rota.runtime.ray.operations import GatewayOps
+
+    async def key_of(job: str) -> bytes:
+        found: list[Any] = []
+
+        async def start_master(wanted: Any, **_: Any) -> SimpleNamespace:
+            await asyncio.sleep(0)
+            found.append(wanted)
+            return SimpleNamespace(name="", pid=1, start_time=0.0)
+
+        async def for_ever(_: str) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+        ops = GatewayOps("rota/test")
+        launcher: Any = SimpleNamespace(start_master=start_master, wait_end=for_ever, close=lambda: asyncio.sleep(0))
+        ops._launcher, ops._directory = launcher, SECRETS
+        await ops.ensure_master(job, "t", {}, {}, "")
+        await ops.close()
+        assert found[0].key.hex() not in repr(found[0])
+        return found[0].key
+
+    first, again, other = (asyncio.run(key_of(job)) for job in ("a-1", "a-1", "b-1"))
+    assert first == again != other and len(first) == 32 and first != b"k" * 32

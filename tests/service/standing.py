@@ -18,12 +18,15 @@ import uvicorn
 from tests import postgres
 from tests.service.described import check
 
+from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.job_files import FileRows, JobFiles
 from rota.runtime.process import execute_command
+from rota.runtime.ray.engine import EngineAccess
 from rota.service.config import load_settings
 from rota.service.process import assembly
-from rota.service.process.assembly import assemble, node_changes, wanted_nodes
+from rota.service.process.assembly import assemble, node_changes, replay, wanted_nodes
 from rota.service.rest.app import make_app
 from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
@@ -52,6 +55,9 @@ class PlayedEngine:
     generation: int = 1
     away: str = ""
     machines: tuple[Node, ...] = ()
+    homes: dict[str, Path] = field(default_factory=dict)
+    """Homes of machines that do not see that of the service."""
+    unusable: tuple[dict[str, str], ...] = ()
 
     async def ensure_master(self, job: JobId) -> None:
         if self.away:
@@ -77,10 +83,65 @@ class PlayedEngine:
     ) -> dict[str, Any] | None:
         return await execute_command(argv, timeout_s=timeout_s) if job in self.alive else None
 
+    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
+        return self._files(host).listed(job, area, path, after)
+
+    async def read_file(self, host: str, job: JobId, area: str, path: str, offset: int, count: int) -> bytes:
+        return self._files(host).read(job, area, path, offset, count)
+
+    def _files(self, host: str) -> JobFiles:
+        """Of another machine: a home of its own in the place of that."""
+        if self.away or host not in self.homes:
+            raise EngineUnavailable(f"{host} does not answer: {self.away or 'it is not a machine of the engine now'}")
+        return JobFiles(Home.of(self.homes[host]))
+
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
         if self.away:
             raise EngineUnavailable(self.away)
         return self.machines, frozenset(one.id for one in self.machines)
+
+    async def usage(self, host: str) -> dict[str, Any]:
+        process = {"job": "learn-1", "member": "actor/0", "pid": 7, "cores": 0.5, "memory_bytes": 2**28}
+        network = {"name": "eth0", "address": "10.0.0.5", "bits_per_s": 10**10}
+        device = {"index": 0, "name": "H200", "busy": 0.5, "memory_used_bytes": 2**30, "memory_bytes": 2**37}
+        return {
+            "period_s": 0.5,
+            "cores": 8,
+            "cores_busy": 1.5,
+            "load": 2.0,
+            "memory_bytes": 2**34,
+            "memory_used_bytes": 2**33,
+            "shared_bytes": 2**33,
+            "shared_used_bytes": 2**20,
+            "network": [{**network, "received_bytes_per_s": 1e6, "sent_bytes_per_s": 0.0}],
+            "disks": [{"path": "/", "total_bytes": 2**40, "used_bytes": 2**39}],
+            "devices": [{**device, "power_w": 300.0, "temperature_c": None}],
+            "processes": [process],
+        }
+
+    async def check_machines(self) -> dict[str, Any]:
+        versions = {"python": "3.11.4", "ray": "2.60.0", "rota": "0.1.0", "torch": "2.9.0"}
+        one = {"node": "m0", "host_name": "m0", "address": "10.0.0.5", "versions": versions, "error": ""}
+        other = {
+            **one,
+            "node": "m1",
+            "host_name": "m1",
+            "address": "10.0.0.6",
+            "versions": versions | {"torch": "2.8.0"},
+        }
+        seen = {"resolves": True, "latency_s": 0.0002, "skew_s": 0.8, "bytes_per_s": 1e9, "error": ""}
+        there, back = (
+            {**seen, "source": "m0", "target": "m1"},
+            {**seen, "source": "m1", "target": "m0", "resolves": False},
+        )
+        return {"machines": [one, other], "pairs": [there, back]}
+
+    @property
+    def running(self) -> str:
+        return f"e{self.generation}"
+
+    async def access(self) -> EngineAccess:
+        return EngineAccess(engine=self.running, address="10.0.0.5:20000", token="t" * 64)
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}
@@ -172,7 +233,7 @@ async def standing(
         database.write_bytes(empty_database())
     log = SqlLog(assembly.db_url(settings), migrate=True)
     app = assemble(settings, log, engine=played)
-    await app.loop.replay()
+    await replay(app)
     app.forecasts.begin()
     turning = asyncio.create_task(app.loop.run())
     try:

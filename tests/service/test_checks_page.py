@@ -23,4 +23,6 @@ def test_every_proof_on_the_page_of_expectations_exists() -> None:
         files = re.findall(r"(?:tests|benchmarks)/\S+\.py", proofs)
         assert (named or files) and named <= defined, (number, named - defined)
         assert all((ROOT / name).exists() for name in files), number
+    every = set(re.findall(r"`(test_\w+)`", text))
+    assert every <= defined, every - defined
     assert len(re.findall(r"\b\d+ (?:has|does)\b", text.partition("Open:")[2])) <= 3

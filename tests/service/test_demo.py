@@ -9,10 +9,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from test_cli import rota
 
+from rota.runtime import process
+from rota.runtime.environ import Home
 from rota.service import demo
 from rota.service.config import load_settings
 from rota.service.demo import STROKES, Kill, Outcome, judge
+from rota.service.process import daemon
 from rota.spec.errors import EngineUnavailable, TimedOut
 
 
@@ -134,3 +138,31 @@ def test_a_demo_that_does_not_start_keeps_its_folder(tmp_path: Path, monkeypatch
     with pytest.raises(EngineUnavailable):
         demo.play(tmp_path / "report", lambda _: None)
     assert [one.name[:10] for one in tmp_path.iterdir()] == ["rota-demo-"]
+
+
+def test_clean_ends_kept_services_and_removes_folders_but_leaves_a_demo_that_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kept, failed, plays, other = (tmp_path / name for name in ("rota-demo-a", "rota-demo-b", "rota-demo-c", "mine"))
+    for home in (failed, plays, other):
+        home.mkdir()
+        (home / "rota.db").write_text("events")
+    settings = load_settings({"home": str(kept), "port": 0, "pretend": demo.PRETEND})
+    daemon.up(settings)
+    record = daemon.find_service(Home.of(str(kept)))
+    assert record is not None
+    try:
+        with process.locked(plays / demo.PLAYS):
+            done = rota("demo", "--clean", "--json")
+        assert done.status == 0, done.err
+        assert [(Path(one["home"]), "service" in one["ended"]) for one in done.document["items"]] == [
+            (kept, True),
+            (failed, False),
+        ]
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "rota-demo-c"]
+        assert process.identify(record["pid"]) is None
+    finally:
+        daemon.down(settings, force=True)
+    assert rota("demo", "--clean").status == 0
+    assert "no demo left anything" in rota("demo", "--clean").out

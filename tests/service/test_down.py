@@ -356,12 +356,12 @@ def test_jobs_are_cancelled_only_with_the_flag_and_a_yes(
     try:
         for flag in ("cancel", "stop"):
             assert app.call(["down", "--jobs", flag]) == 2
-            assert "cancel 3 jobs (2 of local, 1 of ann) needs a yes" in capsys.readouterr().err
+            assert "cancel 3 jobs (2 of local, 1 of ann); add --yes" in capsys.readouterr().err
         terminal = io.StringIO("n\n")
         terminal.isatty = lambda: True
         monkeypatch.setattr(sys, "stdin", terminal)
         assert app.call(["down", "--jobs", "cancel"]) == 2
-        assert "cancel 3 jobs (2 of local, 1 of ann) [y/N]" in capsys.readouterr().err
+        assert "cancel 3 jobs (2 of local, 1 of ann)? [y/N]" in capsys.readouterr().err
         assert app.call(["down", "--jobs", "cancel", "--force"]) == 2
         assert "leave one of them out" in capsys.readouterr().err
         assert sum(daemon.live_by_user(settings).values()) == 3

@@ -34,9 +34,9 @@ class Plays:
         self.n, self.gate, real = 0, threading.Event(), Forecast.play
         self.gate.set()
 
-        def counted(forecast: Forecast, clock: Clock, aside: Callable[[], None]) -> Estimates:
+        def counted(forecast: Forecast, clock: Clock, between_passes: Callable[[], None]) -> Estimates:
             assert self.gate.wait(60)
-            made = real(forecast, clock, aside)
+            made = real(forecast, clock, between_passes)
             self.n += 1
             return made
 
@@ -165,11 +165,11 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
 def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     playing, overdue, parts, clock = threading.Event(), list[Forecast](), list[AppState](), SystemClock()
 
-    def endless(self: Forecast, _: Clock, aside: Callable[[], None]) -> Estimates:
+    def endless(self: Forecast, _: Clock, between_passes: Callable[[], None]) -> Estimates:
         playing.set()
         until_s = clock.monotonic_s() + 5
         while clock.monotonic_s() < until_s:
-            aside()
+            between_passes()
         overdue.append(self)
         return Estimates(starts={}, basis="")
 

@@ -43,6 +43,18 @@ def test_a_machine_that_lives_and_was_not_heard_yet_is_not_lost(tmp_path: Path) 
     with_service(tmp_path, test)
 
 
+def test_a_machine_with_another_name_is_not_offered_twice(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        machine = local_node("m")
+        before, now = replace(machine, host="ray.io/node-id=1"), replace(machine, id="m-aaaa", host="ray.io/node-id=1")
+        await service.app.loop.append([NodeJoined(node=before)])
+        alive = {*service.app.loop.installation.nodes} - {"m"} | {"ray.io/node-id=1", "m-aaaa"}
+        joined, lost = node_changes(service.app, [now], alive=alive)
+        assert joined == NodeJoined(node=now) and isinstance(lost, NodeLost) and lost.node == "m"
+
+    with_service(tmp_path, test)
+
+
 def test_machines_told_by_a_gateway_of_another_version_are_no_bug(tmp_path: Path) -> None:
     engine = GatewayEngine(Home.of(tmp_path), db_url="", settings=EngineSettings(address="head:6379"))
 

@@ -13,23 +13,26 @@ from typing import Any, cast
 
 import pytest
 
+from rota.job.core.placement import requests_of
 from rota.job.core.resize import world_of
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
-from rota.runtime.random import SystemChance
+from rota.runtime.random import SystemRandom
 from rota.service.control import intake
 from rota.service.control.changes import checked_size
 from rota.service.control.intake import Intake
 from rota.service.control.job_plans import with_plans
+from rota.service.control.plan_hardware import PROCESS_BYTES, PlannedDevices
 from rota.service.control.submission import Submission
 from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import read_job
 from rota.service.offline import plan_job
-from rota.service.plans import FILE_BYTES_MAX, read_json
+from rota.service.plans import FILE_BYTES_MAX, hardware_file, read_json
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
+from rota.spec.ids import NodeId
 from rota.spec.job import JobSpec, RoleSpec, SizedPlan
-from rota.spec.resources import Device
+from rota.spec.resources import Device, Node
 from rota.testing.memory import VirtualClock
 from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, cpu_ranks
 from rota.train.plan.importers import model_from_json
@@ -76,9 +79,14 @@ ANY = GPUS.replace(', gpu_type: "TYPE"', "")
 
 
 def for_devices(text: str, **there: int) -> SizedPlan:
-    devices = [Device(index=0, type=name.replace("_", "-"), memory_bytes=gib * 2**30) for name, gib in there.items()]
-    [plan] = with_plans(read_job(text, filename="j"), "", SystemClock(), devices).role("main").plans
+    nodes = [machine(name.replace("_", "-"), 8, gib) for name, gib in there.items() for _ in range(2)]
+    [plan] = with_plans(read_job(text, filename="j"), "", SystemClock(), PlannedDevices.of(nodes)).role("main").plans
     return plan
+
+
+def machine(kind: str, devices: int, gib: int = 80) -> Node:
+    having = tuple(Device(index=i, type=kind, memory_bytes=gib * 2**30) for i in range(devices))
+    return Node(id=NodeId(kind), host="h", cpus=64, memory_bytes=2**40, devices=having)
 
 
 def step_s(plan: SizedPlan) -> float:
@@ -111,7 +119,7 @@ def test_of_several_types_the_plan_fits_all_and_says_whose_times_are_told() -> N
 
 
 def test_a_type_without_a_description_is_refused_by_name() -> None:
-    with pytest.raises(BadInput, match=r"roles\.main\.plan: there is no description of devices of type V100") as told:
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: devices of type V100 have no description") as told:
         for_devices(GPUS.replace("TYPE", "A100|V100"))
     assert "model.hardware" in told.value.hint and "h100-96g" in told.value.hint
 
@@ -122,10 +130,87 @@ def test_a_role_of_any_type_is_planned_for_what_the_cluster_has_and_a_guess_is_c
     guess = for_devices(ANY, PRETEND=40)
     assert "of 40 GiB" in guess.why
     assert guess.why.endswith(
-        "The role names no gpu_type and there is no description of PRETEND devices: planned for a100-80g-dgx; "
-        "name gpu_type or model.hardware for others."
+        "The role names no gpu_type and PRETEND devices have no description: planned for a100-80g-dgx; "
+        "run rota plan calibrate on a node that has them, or name gpu_type or model.hardware."
     )
     assert "the cluster has no devices yet" in for_devices(ANY).why
+
+
+def test_a_calibrated_file_of_the_installation_is_what_its_device_type_is_planned_with(tmp_path: Path) -> None:
+    """A type that nothing is known of is refused; once a node was measured, the same job is planned with that."""
+    there = PlannedDevices.of([machine("Quick 9", 8), machine("Quick 9", 8)], tmp_path)
+    text = GPUS.replace("TYPE", "Quick 9")
+    with pytest.raises(BadInput, match="devices of type Quick 9 have no description") as told:
+        with_plans(read_job(text, filename="j"), "", SystemClock(), there)
+    assert "rota plan calibrate" in told.value.hint
+    tenfold = replace(A100_80G_DGX.device, peak_tflops={"bf16": 3120.0, "fp16": 3120.0, "fp32": 195.0})
+    own = replace(A100_80G_DGX, name="measured", device=tenfold)
+    hardware_file(tmp_path, "Quick 9").write_text(codec.dumps(own))
+    [quick] = with_plans(read_job(text, filename="j"), "", SystemClock(), there).role("main").plans
+    assert quick.why.endswith("Planned for Quick 9, as calibrated.")
+    assert quick.step_s < step_s(for_devices(GPUS.replace("TYPE", "A100"))) / 2
+    hardware_file(tmp_path, "Quick 9").write_text('{"name": "x"}')
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: hardware\.device: memory_gib and peak_tflops are required"):
+        with_plans(read_job(text, filename="j"), "", SystemClock(), there)
+
+
+def test_a_file_measured_on_one_node_keeps_the_shipped_links_between_nodes(tmp_path: Path) -> None:
+    hardware_file(tmp_path, "A100").write_text(codec.dumps(replace(A100_80G_DGX, levels=A100_80G_DGX.levels[:1])))
+    found = PlannedDevices.of([machine("A100", 8)], tmp_path).described("A100", 0)
+    assert found is not None and found.levels == A100_80G_DGX.levels
+
+
+def test_groups_of_a_plan_are_no_larger_than_the_nodes_that_there_are() -> None:
+    """One rank an instance on devices of 24 GiB: groups of 8 on nodes of 8, of at most 2 where nodes have 2."""
+    text = GPUS.replace("per-node 8", "per-node 1").replace("gpus: 8", "gpus: 1").replace("replicas: 2", "replicas: 8")
+    text = text.replace("TYPE", "A100").replace("batch: 64", "batch: 16")
+
+    def on(*nodes: Node) -> Mesh:
+        [plan] = (
+            with_plans(read_job(text, filename="j"), "", SystemClock(), PlannedDevices.of(nodes)).role("main").plans
+        )
+        mesh = ParallelPlan.from_json(plan.plan).mesh
+        assert plan.together % mesh.tp == 0 and plan.close % plan.together == 0
+        return mesh
+
+    assert on(machine("A100", 8, 20)).tp > 2
+    assert on(*[machine("A100", 2, 20)] * 4).tp <= 2
+    role = read_job(text, filename="j").role("main")
+    for nodes, most in (((8,), 8), ((4, 4), 4), ((4, 3, 2), 2), ((5, 3), 1), ((2, 2), 0), ((), 0)):
+        there = PlannedDevices.of([machine("A100", n) for n in nodes])
+        assert there.ranks_on_a_node(role, 1, 8) == most, f"nodes of {nodes}"
+
+
+def test_context_groups_that_were_priced_inside_a_node_must_be_there() -> None:
+    long = GPUS.replace("TYPE", "H100").replace("seq: 4096", "seq: 131072").replace("batch: 64", "batch: 2")
+    long = long.replace("per-node 8", "per-node 1").replace("gpus: 8", "gpus: 1").replace("replicas: 2", "replicas: 8")
+    plan = for_devices(long, H100=96)
+    mesh = ParallelPlan.from_json(plan.plan).mesh
+    assert mesh.cp > 1 and plan.together == mesh.tp * mesh.cp
+
+
+def test_the_memory_of_the_plan_is_the_memory_that_the_role_asks() -> None:
+    role = planned(FILE.replace("    resources: {memory: 8GiB}\n", ""))
+    needs = max(one.memory_bytes for one in role.plans)
+    assert needs > 2 * PROCESS_BYTES
+    [request] = requests_of(JobSpec(name="j", roles=(role,)))
+    assert {one.res.memory_bytes for one in request.bundles} == {needs}
+    assert role.res.memory_bytes == 0, "it is no limit: a prediction ends no job"
+    [request] = requests_of(JobSpec(name="j", roles=(planned(FILE),)))
+    assert {one.res.memory_bytes for one in request.bundles} == {8 * 2**30}, "what the file says stays"
+
+
+def test_devices_that_cannot_hold_the_plan_are_left_out_of_the_ask() -> None:
+    text = ANY.replace("batch: 64", "batch: 64, hardware: a100-80g-dgx")
+
+    def types(**there: int) -> str | None:
+        nodes = PlannedDevices.of([machine(name, 8, gib) for name, gib in there.items()])
+        return with_plans(read_job(text, filename="j"), "", SystemClock(), nodes).role("main").res.gpu_type
+
+    assert types(A100=80, V100=16) == "A100"
+    assert types(A100=80, H100=96) is None
+    with pytest.raises(Infeasible, match=r"roles\.main\.plan: its fullest rank needs .* the devices have V100 16 GiB"):
+        types(V100=16)
 
 
 def test_a_plan_says_how_many_instances_hold_a_tensor_parallel_group(tmp_path: Path) -> None:
@@ -258,7 +343,7 @@ def test_only_a_regular_file_of_a_bounded_size_is_read(tmp_path: Path) -> None:
 def test_a_job_waits_a_bounded_time_for_the_searches_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         loop = SimpleNamespace(scheduler=SimpleNamespace(find_queue=lambda queue: None))
-        door = Intake(cast("Any", loop), home=Home.find(), clock=SystemClock(), chance=SystemChance())
+        door = Intake(cast("Any", loop), home=Home.find(), clock=SystemClock(), random_source=SystemRandom())
         await door._searches.acquire()
         with pytest.raises(LimitExceeded, match="plans of other jobs"):
             await door.plan(Submission(source=FILE), caller=None)

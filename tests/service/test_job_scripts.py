@@ -38,6 +38,16 @@ def test_a_slurm_head_becomes_a_job_of_one_world() -> None:
     assert (role.run, role.shell) == (("bash", "train.sh"), False)
 
 
+def test_a_dependency_of_slurm_becomes_after() -> None:
+    spec = job("#SBATCH -d afterok:prep-1:prep-2,afterany:clean-1\n")
+    assert [(one.job, one.when) for one in spec.after] == [
+        ("prep-1", "succeeded"),
+        ("prep-2", "succeeded"),
+        ("clean-1", "ended"),
+    ]
+    assert "is not afterok:JOB or afterany:JOB" in problems("#SBATCH --dependency=singleton\n")[0]
+
+
 def test_rota_lines_name_fields_and_short_words() -> None:
     spec = job("#ROTA gpus=2\n#ROTA memory=1GiB\n#ROTA labels.team=vision\n\n# words\npython t.py\n", "9 x.sh")
     assert (spec.name, spec.role("main").res.gpus, dict(spec.labels)) == ("run-9-x", 2.0, {"team": "vision"})
@@ -55,7 +65,7 @@ def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
         "#!/bin/bash\n#SBATCH --array=1-10\n#SBATCH -o out.txt --job-nam=x\n#SBATCH --mem=lots\n#ROTA gpus\n"
         "#SBATCH --time=soon\nsrun python t.py\n"
     ) == [
-        "train.sh:2:9: --array has no meaning here; submit several jobs from Python, with one label",
+        "train.sh:2:9: --array has no meaning here; one job for each value: rota run --sweep task=1..10",
         "train.sh:3:9: --output has no meaning here; Rota keeps the output: rota logs JOB",
         "train.sh:3:20: --job-nam has no meaning here; did you mean 'job-name'?",
         "train.sh:4:9: --mem: 'lots' is not a size such as 512M or 64G",

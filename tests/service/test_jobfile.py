@@ -70,6 +70,9 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
     ("line", "message"),
     [
         ("  a: {runn: hi}", "job.yaml:2:7: roles.a.runn: unknown field; did you mean 'run'?"),
+        ("  a: {command: hi}", "job.yaml:2:7: roles.a.command: unknown field; did you mean 'run'?"),
+        ("  a: {run: hi, count: 2}", "job.yaml:2:16: roles.a.count: unknown field; did you mean 'replicas'?"),
+        ("  a: {run: hi, mem: 1GiB}", "job.yaml:2:16: roles.a.mem: unknown field; did you mean 'resources.memory'?"),
         ("  a: {Run: hi}", "job.yaml:2:7: roles.a.Run: unknown field; did you mean 'run'?"),
         ("  a: {run: hi, cpus: 3}", "job.yaml:2:16: roles.a.cpus: unknown field; did you mean 'resources.cpus'?"),
         ("  a: {run: hi, cpu: 3}", "job.yaml:2:16: roles.a.cpu: unknown field; did you mean 'resources.cpus'?"),

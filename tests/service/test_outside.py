@@ -232,7 +232,7 @@ def test_a_handle_tells_its_job_its_folder_and_the_lines_of_a_role(tmp_path: Pat
                     return repr(job), job.output_dir, list(job.logs(role="main"))
 
             shown, folder, lines = await asyncio.to_thread(ask)
-        assert (shown, lines) == ("<true-1 SUBMITTED>", [])
+        assert shown.startswith("<true-1 SUBMITTED") and lines == []
         assert folder == service.app.home.job(JobId("true-1")).output
 
     with_service(tmp_path, test)

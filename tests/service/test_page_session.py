@@ -58,3 +58,47 @@ def test_status_and_up_of_a_running_service_can_be_asked_again_and_again(tmp_pat
                         await asyncio.sleep(0.05)
 
     with_service(tmp_path, test)
+
+
+def test_a_link_keeps_its_target_through_sign_in_and_a_session_ends_at_sign_out(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        url = (await ask("ui", "hello", "--print")).out.strip()
+        assert url.endswith("&next=/jobs/hello-1")
+        server = url.partition("/login")[0]
+        async with httpx.AsyncClient(trust_env=False, headers={"Rota-CSRF": "1"}) as browser:
+            opened = await browser.get(url)
+            assert (opened.status_code, opened.headers["location"]) == (303, "/jobs/hello-1")
+            assert (await browser.get(f"{server}/api/v1/whoami")).status_code == 200
+            assert (await browser.post(f"{server}/logout")).status_code == 204
+            assert (await browser.get(f"{server}/api/v1/whoami")).status_code == 401
+            for outside in (
+                "https://evil.example/x",
+                "//evil.example/x",
+                "////evil.example/x",
+                "/\\evil.example",
+                "evil",
+            ):
+                code = (await ask("ui", "--json")).document["code"]
+                opened = await browser.get(f"{server}/login", params={"code": code, "next": outside})
+                assert opened.headers["location"] == "/", outside
+            used = await browser.get(url, headers={"accept": "text/html"})
+            assert (used.status_code, "<html" in used.text) == (422, True), "a page, not JSON"
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_the_audit_is_read_page_by_page_and_searched_by_the_server(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        for n in range(7):
+            await service.http.post(f"/api/v1/jobs/nope-{n}:stop")
+        await service.http.post("/api/v1/nodes/r0n0:cordon", json={})
+        pages, cursor = [], ""
+        while len(pages) < 10:
+            page = await service.get("/audit", limit=3, text="jobs/nope", cursor=cursor)
+            pages.append([one["path"][-6] for one in page["items"]])
+            if (cursor := page["next"] or "") == "":
+                break
+        assert pages == [["6", "5", "4"], ["3", "2", "1"], ["0"]]
+
+    with_cli(tmp_path / "service", test)

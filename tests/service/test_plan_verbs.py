@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rota.runtime.environ import Home
 from rota.service import plans
 from rota.service.cli.app import call
+from rota.service.control.plan_hardware import PlannedDevices
 
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
 DATA = Path(__file__).parents[1] / "data"
@@ -200,6 +202,45 @@ def test_a_calibration_is_a_hardware_file_that_the_search_reads(
     assert all(0 < one["low"] <= one["value"] <= one["high"] for one in document["measured"])
     assert call([*search_words(model, gpus=1, memory=40), "--hardware", str(out)]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["iteration_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_calibration_without_a_file_is_what_the_installation_plans_that_type_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path))
+    assert call(["plan", "calibrate", "--type", "NVIDIA Quick-9", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["file"] == str(tmp_path / "hardware" / "nvidia-quick-9.json")
+    found = PlannedDevices.of([], Home.find().hardware).described("NVIDIA Quick-9", 0)
+    assert found is not None
+    assert found.device.memory_gb_s == measured["hardware"]["device"]["memory_gb_s"]
+
+
+@pytest.mark.slow
+def test_each_number_format_of_a_device_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan in bf16 is not priced with products in fp32: a device may be ten times as fast. Here on cores."""
+    pytest.importorskip("torch")
+    from rota.train import local_hardware
+
+    monkeypatch.setitem(local_hardware.SIDES, "cpu", (16, 64))
+    monkeypatch.setitem(local_hardware.FORMATS, "cpu", ("bf16", "fp32"))
+    found, figures = local_hardware.measure()
+    values = {one.name: one.value for one in figures}
+    for name in ("bf16", "fp32"):
+        peak = max(values[f"{name} product of {side} (TFLOP/s)"] for side in (16, 64))
+        assert found.device.peak_tflops[name] == peak
+    assert max(share for _, share in found.device.gemm_efficiency) == 1
+    assert found.device.peak_tflops["fp16"] == found.device.peak_tflops["fp32"], "what was not measured"
+
+
+def test_a_device_type_that_is_a_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path))
+    assert call(["plan", "calibrate", "--type", "../x"]) == 2
+    assert "--type: '../x' is not a device type" in capsys.readouterr().err
 
 
 def test_a_calibration_without_ranks_or_with_nowhere_to_write_is_exit_2(

@@ -38,20 +38,35 @@ def test_a_table_leaves_extra_columns_out_until_it_fits(monkeypatch: pytest.Monk
     assert out.splitlines()[0].split() == ["A", "B"], "a sparse column without values"
 
 
+def test_a_table_on_80_columns_splits_no_header_and_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    job = {"id": "grpo-sums-large-run-1234", "state": "RECOVERING", "why": "Needs 16 GPUs; 3 are free", "node": "r2n3"}
+    columns = {"INSTANCE": "id", "STATE": "state", "NOT READY": "node", "LOST COMMITS": "node", "WHY": "why"}
+    text, _ = printed(lambda term: Table(columns=columns).print(term, [job]), live=True)
+    head, _, *rows = text.splitlines()
+    assert all(name in head for name in columns) and "grpo-sums-large-run-1234" in rows[0]
+    assert len(rows) > 1 and max(map(len, rows)) <= 80, "the text is folded between its words"
+    long = job | {"id": "x" * 39, "node": "y" * 38}
+    text, _ = printed(lambda term: Table(columns=columns).print(term, [long]), live=True)
+    assert "x" * 39 in text and "y" * 38 in text, "ids are whole, and the lines longer than the terminal"
+
+
 def test_a_quiet_run_that_waits_prints_how_the_job_ended() -> None:
     shown = cast("Any", ENDED)
     out, err = printed(lambda term: run.show_end(cast("Client", None), term, shown), quiet=True)
     assert (out, err) == ("hello-1 SUCCEEDED\n", "")
     out, err = printed(lambda term: run.show_end(cast("Client", None), term, shown))
-    assert (out, err.splitlines()[0]) == ("", "hello-1 SUCCEEDED after 2 s: all roles ended")
+    assert (out, err.splitlines()[0]) == ("", "hello-1 SUCCEEDED after 2.0s: all roles ended")
 
 
 def test_each_wait_is_listed_once_with_its_greatest_age() -> None:
     doc = {"culprits": [], "suspects": [], "slow": [], "dropped": [], "items": [], "stacks": {}, "see": "x"}
+    doc["vertices"] = [{"name": "master", "state": "RECOVERING", "doing": "not ready yet: actor/0"}]
     waits = [WAIT, WAIT | {"age_s": 75.0}, WAIT | {"what": "other"}]
     out, _ = printed(lambda term: inspect._waits(term, doc | {"waits": waits}))
     rows = [line.split() for line in out.splitlines() if line.startswith("loop/0")]
     assert rows == [["loop/0", "actor/0", "call", "step", "1m15s"], ["loop/0", "actor/0", "call", "other", "3.0s"]]
+    assert out.startswith("master: not ready yet: actor/0\n")
 
 
 def test_a_job_whose_code_cannot_be_imported_is_not_said_to_have_no_failures() -> None:

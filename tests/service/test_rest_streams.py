@@ -15,6 +15,7 @@ from standing import HELLO, Standing, listening, stream, with_service
 from tests.makers import format_line
 
 from rota.job.health.heartbeat import Heartbeat
+from rota.runtime.event_log import sql
 from rota.runtime.output import log_name
 from rota.service.client import Client
 from rota.service.process.tasks import keep_logs, old_jobs
@@ -182,6 +183,31 @@ def test_a_stream_of_one_type_brings_no_other_and_ends_with_the_job(tmp_path: Pa
             found = await asyncio.wait_for(all_of(stream(http, "/jobs/hello-1/events", type="TimerFired")), 10)
         assert [one["event"] for one in found] == ["event", "end"]
         assert found[0]["data"]["kind"] == "TimerFired"
+
+    with_service(tmp_path, test)
+
+
+def test_a_curve_of_a_long_job_costs_what_is_shown_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    record = sql._record
+    monkeypatch.setattr(sql, "_record", lambda row: read.append(row.number) or record(row))
+
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        made = 0
+        for commits in (300, 3000):
+            numbers = range(made + 1, commits + 1)
+            figures = [Committed(n=n, loop_epoch=Epoch(1), metrics={"loss": 1 / n}) for n in numbers]
+            await service.seen(service.as_master("hello-1", *figures, TimerFired(timer="between")))
+            made = commits
+            read.clear()
+            page = await service.get("/jobs/hello-1/events", type="Committed", points=100)
+            shown = [one["n"] for one in page["items"]]
+            assert shown == list(range(commits // 100, commits + 1, commits // 100))
+            assert page["next"] is None and len(read) < 120
+        refused = await service.http.get("/api/v1/jobs/hello-1/events", params={"points": 5})
+        assert (refused.status_code, refused.json()["code"]) == (404, "UNKNOWN_NAME")
+        assert (await service.get("/jobs/hello-1/events", type="Committed", points=1))["items"][0]["n"] == 3000
 
     with_service(tmp_path, test)
 

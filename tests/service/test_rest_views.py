@@ -11,6 +11,7 @@ from standing import HELLO, Standing, with_service
 
 from rota.job.core.context import InstanceRecord, Process
 from rota.service.cli import app
+from rota.service.cli.verbs import inspect
 from rota.service.views.jobs import phase
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.states import InstanceState, JobState
@@ -123,6 +124,40 @@ def test_the_jobs_of_now_are_played_under_two_policies_and_stay_as_they_are(tmp_
         assert (unknown.status_code, unknown.json()["hint"]) == (404, "did you mean 'fifo'?")
 
     with_service(tmp_path, test, pretend="1x1x4")
+
+
+PLANNED = """
+name: trains
+roles:
+  main:
+    run: torchrun --nproc-per-node 1 train.py
+    replicas: {min: 2, max: 4}
+    resources: {gpus: 1}
+    plan: auto
+    model: {layers: 4, hidden: 1024, heads: 8, seq: 1024, vocab: 1024, batch: 64}
+"""
+
+
+def test_explain_of_a_planned_job_says_where_its_shape_lies_and_what_the_others_would_take(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit(PLANNED)
+        await service.until("trains-1", JobState.ADMITTED)
+        found = await service.get("/jobs/trains-1/explain")
+        runs, *others = sorted(found["plans"], key=lambda row: not row["current"])
+        assert (runs["role"], runs["replicas"], runs["current"]) == ("main", 4, True), "nothing else waits"
+        [node] = found["placement"]["nodes"]
+        other = others[0]
+        assert 0 < runs["step_s"] < other["step_s"], "a size that is no faster has no plan"
+        assert runs["placed"].startswith(
+            f"Runs with 4 instances on {node} (4). Started as 4 of main, {runs['step_s']:.3g} s a step as predicted: "
+            "the shortest time of a step with at most"
+        )
+        assert f"2 of main {other['step_s']:.3g} s, {2 * other['step_s']:.3g} device-seconds" in runs["placed"]
+        assert all((row["current"], row["placed"]) == (False, "") for row in others)
+        assert "planned for a100-80g-dgx" in runs["why"] and "PRETEND devices have no description" in runs["why"]
+        assert [runs["placed"] in inspect._plan(row) for row in (runs, other)] == [True, False]
+
+    with_service(tmp_path, test)
 
 
 def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:

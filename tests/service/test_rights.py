@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rota.runtime.random import SeededChance
+from rota.runtime.random import SeededRandom
 from rota.service.accounts import LOCAL, REDACTED, Accounts, Caller, Redactor, Role, Token, is_below, narrower
 from rota.service.rest import auth as auth_module
 from rota.service.rest.auth import (
@@ -42,7 +42,7 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def auth(clock: VirtualClock) -> Auth:
-    made = Auth.of(OWN, clock=clock, chance=SeededChance(1), hosts=frozenset({"here", "::1"}))
+    made = Auth.of(OWN, clock=clock, random_source=SeededRandom(1), hosts=frozenset({"here", "::1"}))
     made.accounts.apply(record(UserChanged(name="ann", grants=(("team", "queue-admin"), ("open", "viewer")))))
     return made
 
@@ -229,7 +229,7 @@ def test_a_forged_session_is_not_known(auth: Auth) -> None:
                    f"{expires}.other.{signature}", f"{expires}.{token_id}.\xa0"):  # fmt: skip
         with pytest.raises(NoToken, match="not known"):
             auth.check(asked(cookie=forged))
-    other = Auth.of("rota_own_" + "t" * 40, clock=auth.clock, chance=auth.chance, hosts=auth.hosts)
+    other = Auth.of("rota_own_" + "t" * 40, clock=auth.clock, random_source=auth.random_source, hosts=auth.hosts)
     with pytest.raises(NoToken, match="not known"):
         other.check(asked(cookie=cookie))
 
@@ -295,11 +295,11 @@ def test_who_may_revoke_a_token(auth: Auth) -> None:
 
 def test_the_token_of_the_installation_is_made_once_and_is_private(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    token = ensure_token(path, SeededChance(1))
+    token = ensure_token(path, SeededRandom(1))
     assert (path.read_text(), path.stat().st_mode & 0o777) == (f"{token}\n", 0o600)
     path.chmod(0o644)
-    assert (ensure_token(path, SeededChance(2)), path.stat().st_mode & 0o777) == (token, 0o600)
-    found, whole = fresh_token(SeededChance(3))
+    assert (ensure_token(path, SeededRandom(2)), path.stat().st_mode & 0o777) == (token, 0o600)
+    found, whole = fresh_token(SeededRandom(3))
     assert whole.startswith(f"rota_{found}_") and found == found.lower() and len(found) == 8
 
 
@@ -307,7 +307,7 @@ def test_a_token_file_that_is_no_text_is_refused_as_one_without_a_whole_token(tm
     path = tmp_path / "token"
     path.write_bytes(b"\xff\xfe" * 20)
     with pytest.raises(StoreCorrupt):
-        ensure_token(path, SeededChance(1))
+        ensure_token(path, SeededRandom(1))
     assert path.read_bytes() == b"\xff\xfe" * 20
 
 
@@ -333,12 +333,12 @@ def test_the_narrower_of_two_paths_is_the_lower_one_on_one_line() -> None:
 
 
 def test_roles_have_words_and_an_order() -> None:
-    assert [role.word for role in Role] == ["viewer", "user", "queue-admin", "admin"]
-    assert [int(role) for role in Role] == [1, 2, 3, 4]
+    assert [role.word for role in Role] == ["machine", "viewer", "user", "queue-admin", "admin"]
+    assert [int(role) for role in Role] == [0, 1, 2, 3, 4]
     assert all(Role.of(role.word) is role for role in Role)
     with pytest.raises(BadInput, match="no role 'king'") as caught:
         Role.of("king")
-    assert caught.value.hint == "roles: viewer, user, queue-admin, admin"
+    assert caught.value.hint == "roles: machine, viewer, user, queue-admin, admin"
 
 
 def test_the_highest_role_of_a_line_of_queues_counts() -> None:

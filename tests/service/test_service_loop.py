@@ -38,6 +38,22 @@ def test_a_master_is_asked_for_once_an_attempt(tmp_path: Path) -> None:
     with_service(tmp_path, test)
 
 
+def test_a_round_of_the_loop_acts_on_the_jobs_that_changed_alone(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(20):
+            await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.until("hello-2", JobState.ADMITTED)
+        for job in ("hello-1", "hello-2"):
+            await service.until_asked(job)
+        acted, act = list[str](), service.app.loop._act
+        service.app.loop._act = lambda history: acted.append(history.id) or act(history)
+        for i in range(5):
+            await service.seen(service.as_master("hello-1", TimerFired(timer=str(i))))
+        assert 5 <= len(acted) < 20 and "hello-3" not in acted
+
+    with_service(tmp_path, test)
+
+
 def test_when_the_engine_or_gateway_is_another_one_every_live_master_is_asked_for_again(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await admitted(service)

@@ -156,6 +156,36 @@ def test_a_service_whose_home_is_removed_ends_with_its_supervisor(settings: Sett
     until(lambda: not process.is_alive(supervisor) or None, "the end of the supervisor")
 
 
+def test_up_listens_where_the_last_one_was_asked_to(tmp_path: Path) -> None:
+    home = Home.of(tmp_path).make()
+    home.last_up.write_text('{"port": 0, "listen": "10.0.0.5"}')
+
+    def before(**flags: object) -> tuple[int, str, str, str]:
+        found = daemon.as_before(load_settings({"home": str(tmp_path), **flags}, environ={}), home)
+        return found.port, found.listen, found.host, found.ray_address
+
+    def pretended(**flags: object) -> str:
+        return daemon.as_before(load_settings({"home": str(tmp_path), **flags}, environ={}), home).pretend
+
+    assert before() == (0, "10.0.0.5", "10.0.0.5", "")
+    assert before(port=7701, host="0.0.0.0") == (7701, "10.0.0.5", "0.0.0.0", "")
+    assert before(ray_address="head:6379") == (0, "", "127.0.0.1", "head:6379")
+    assert before(pretend="1x1x1")[1] == ""
+    home.last_up.write_text('{"port": 0, "pretend": "1x2x8"}')
+    assert pretended() == "1x2x8"
+    assert pretended(pretend="1x1x1") == "1x1x1" and pretended(listen="10.0.0.5") == ""
+    assert pretended(pretend="none") == "", "back to this machine"
+    home.last_up.write_text("garbage")
+    assert before() == (7700, "", "127.0.0.1", "")
+
+
+def test_a_free_port_is_taken_again_after_down(settings: Settings) -> None:
+    assert daemon.up(settings)["started"]
+    daemon.down(settings)
+    plain = load_settings({"home": settings.home, "pretend": settings.pretend}, environ={})
+    assert not daemon.up(plain)["url"].endswith(":7700")
+
+
 def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

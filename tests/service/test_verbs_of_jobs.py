@@ -13,6 +13,8 @@ from ruamel.yaml import YAML
 from standing import HELLO, Standing, with_service
 from test_cli import own_home, rota, with_cli
 
+from rota.service.cli.verbs import jobs
+from rota.spec.errors import Conflict, TimedOut
 from rota.spec.states import JobState
 
 assert own_home  # the fixture of every test here, too
@@ -152,3 +154,41 @@ def test_set_with_a_version_does_not_undo_the_change_of_another(tmp_path: Path) 
         assert (await service.get("/jobs/hello-1"))["priority"] == 60
 
     with_cli(tmp_path / "service", test)
+
+
+def test_an_attempt_and_the_edits_of_a_job_are_shown_alone(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.play_start("hello-1", "main/0")
+        assert (await ask("show", "hello-1", "--diff")).out == "hello-1: no edits\n"
+        await ask("set", "hello-1", "priority=80")
+        edits = (await ask("show", "hello-1", "--diff")).out
+        assert "edit by local" in edits and "+priority: 80" in edits
+        one = (await ask("show", "hello-1", "--attempt", "1", "--json")).document
+        assert (one["attempt"], one["nodes"], one["reason"], one["failures"]) == (1, ["r0n0"], None, [])
+        assert "r0n0" in (await ask("show", "hello-1", "--attempt", "1")).out
+        wrong = await ask("show", "hello-1", "--attempt", "2")
+        assert (wrong.status, "has no attempt 2" in wrong.err) == (2, True)
+        assert (await ask("show", "hello-1", "--attempt", "1", "--diff")).status == 2
+
+    with_cli(tmp_path, test)
+
+
+def test_scale_waits_until_the_instances_are_ready_or_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "SCALE_LOOK_S", 0.0)
+    seen = [("RESIZING", 4, 2), ("RUNNING", 4, 3), ("RUNNING", 4, 4), ("RUNNING", 4, 4)]
+
+    class Answers:
+        def job(self, _: str) -> dict[str, Any]:
+            state, wanted, ready = seen.pop(0) if len(seen) > 1 else seen[0]
+            return {"state": state, "roles": [{"name": "train", "replicas": wanted, "ready": ready}]}
+
+    client: Any = Answers()
+    assert jobs._scaled(client, "j-1", "train", 4, None)["roles"][0]["ready"] == 4
+    assert len(seen) == 1, "it looked three times"
+    with pytest.raises(TimedOut, match="train: 4 of 5 ready"):
+        jobs._scaled(client, "j-1", "train", 5, 0.0)
+    seen[:] = [("FAILED", 4, 0)]
+    with pytest.raises(Conflict, match="j-1 is FAILED"):
+        jobs._scaled(client, "j-1", "train", 4, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -167,6 +168,38 @@ def test_a_webhook_whose_key_is_gone_is_tried_again_after_a_pause(
             await asyncio.gather(running, return_exceptions=True)
         told = [record.getMessage() for record in caplog.records if record.name == "rota.service"]
         assert len(told) == 1 and "waits 30 s" in told[0]
+
+    asyncio.run(test())
+
+
+def test_the_pause_after_a_failure_is_short_again_once_a_webhook_was_served_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It doubled with each failure in the life of the service: after a dozen in months each one cost an hour."""
+    monkeypatch.setattr(webhooks, "RETRY_S", (1.0, 60.0))
+    now_s, served, paused = [0.0], [0.0, 0.0, 0.0, 3600.0, 0.0], list[float]()
+
+    class Clock:
+        def monotonic_s(self) -> float:
+            return now_s[0]
+
+        async def sleep(self, seconds: float) -> None:
+            paused.append(seconds)
+            if not served:
+                raise asyncio.CancelledError
+
+    async def serve(one: str) -> None:
+        now_s[0] += served.pop(0)
+        raise ValueError(one)
+
+    async def test() -> None:
+        async with standing(tmp_path) as service:
+            notifier = service.app.notifier
+            monkeypatch.setattr(notifier, "_clock", Clock())
+            monkeypatch.setattr(notifier, "_serve", serve)
+            with contextlib.suppress(asyncio.CancelledError):
+                await notifier._keep("hook-1")
+        assert paused == [1.0, 2.0, 4.0, 1.0, 2.0]
 
     asyncio.run(test())
 

@@ -13,13 +13,13 @@ import pytest
 import rota
 from rota.service.jobfile.models import json_schema
 from rota.spec import job as model
-from rota.spec.resources import Res
+from rota.spec.resources import Limits, Res
 
 SOURCE = Path(rota.__file__).parent
 JOB_FILE = json_schema()
 CLASSES = (
     model.JobSpec, model.RoleSpec, model.Fail, model.Near, model.Edge, model.Bound, model.StreamSpec, model.WeightsEdge,
-    model.Checkpoint, Res,
+    model.Checkpoint, model.After, Res, Limits,
 )  # fmt: skip
 READERS = ("service/jobfile/", "service/views/", "job/builder.py")
 """What only carries a field from one form into another acts on nothing."""
@@ -31,21 +31,23 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.roles": ("job/core/check.py", "spec.roles"),
     "JobSpec.queue": ("cluster/live.py", "spec.queue"),
     "JobSpec.priority": ("cluster/live.py", "spec.priority"),
+    "JobSpec.after": ("cluster/live.py", "spec.after"),
     "JobSpec.edges": ("job/core/check.py", "spec.edges"),
     "JobSpec.streams": ("job/core/check.py", "spec.streams"),
     "JobSpec.weights": ("job/rpc/client.py", "self._spec.weights"),
     "JobSpec.gang": ("job/core/placement.py", "spec.gang"),
     "JobSpec.retry": ("job/core/failover.py", "ctx.spec.retry"),
-    "JobSpec.time_limit_s": ("cluster/live.py", "spec.time_limit_s"),
-    "JobSpec.grace_s": ("cluster/live.py", "spec.grace_s"),
+    "JobSpec.time_limit_s": ("cluster/core/jobs.py", "spec.time_limit_s"),
+    "JobSpec.grace_s": ("cluster/core/jobs.py", "spec.grace_s"),
     "JobSpec.checkpoint": ("job/rpc/peers.py", "spec.checkpoint"),
     "JobSpec.workdir": ("job/core/machine.py", "spec.workdir"),
     "JobSpec.data": ("job/master/executor.py", "spec.data"),
     "JobSpec.output": ("job/instance/runners.py", "config.spec.output"),
     "JobSpec.env": ("job/master/executor.py", "spec.env"),
+    "JobSpec.packages": ("spec/job.py", "self.packages"),
     "JobSpec.secrets": ("job/master/executor.py", "spec.secrets"),
     "JobSpec.image": ("spec/check.py", "spec.image"),
-    "JobSpec.labels": ("cluster/live.py", "spec.labels"),
+    "JobSpec.labels": ("cluster/core/jobs.py", "spec.labels"),
     "JobSpec.success_when": ("job/core/desired.py", "ctx.spec.success_when"),
     "JobSpec.seed": ("job/instance/runners.py", "config.spec.seed"),
     "RoleSpec.name": ("job/rpc/client.py", "role.name"),
@@ -58,6 +60,8 @@ ACTS: dict[str, tuple[str, str]] = {
     "RoleSpec.mesh": ("job/instance/runners.py", "config.role.mesh"),
     "RoleSpec.elastic_axis": ("job/core/resize.py", "role.elastic_axis"),
     "RoleSpec.res": ("job/core/placement.py", "role.res"),
+    "RoleSpec.limits": ("job/master/executor.py", "role.limits"),
+    "RoleSpec.packages": ("spec/job.py", "role.packages"),
     "RoleSpec.env": ("job/core/resize.py", "role.env"),
     "RoleSpec.fail": ("job/core/check.py", "role.fail"),
     "RoleSpec.collocate": ("job/core/graph.py", "role.collocate"),
@@ -67,14 +71,17 @@ ACTS: dict[str, tuple[str, str]] = {
     "RoleSpec.plan": ("service/control/job_plans.py", "role.plan"),
     "RoleSpec.model": ("service/control/job_plans.py", "role.model"),
     "RoleSpec.plans": ("job/core/placement.py", "role.plans"),
+    "RoleSpec.start": ("spec/job.py", "self.start"),
+    "After.job": ("cluster/live.py", "one.job"),
+    "After.when": ("cluster/live.py", "after.when"),
     "Fail.restart": ("spec/job.py", "self.fail.restart"),
     "Fail.limit_n": ("job/core/check.py", "role.fail.limit_n"),
     "Fail.limit_window_s": ("job/core/check.py", "role.fail.limit_window_s"),
     "Fail.then": ("job/core/failover.py", "role.fail.then"),
-    "Fail.state": ("job/core/shutdown.py", "ctx.spec.role(one.role).fail.state"),
+    "Fail.state": ("job/core/survival.py", "role.fail.state"),
     "Fail.degrade": ("job/core/failover.py", "role.fail.degrade"),
     "Fail.standby": ("spec/job.py", "self.fail.standby"),
-    "Fail.progress_s": ("job/master/diagnosis.py", "ctx.spec.role(one.id.role).fail.progress_s"),
+    "Fail.progress_s": ("job/master/diagnosis.py", "ctx.role(one.id.role).fail.progress_s"),
     "Fail.bad_data": ("job/instance/streams.py", "stop.role.fail.bad_data"),
     "Fail.nan": ("job/instance/flow.py", "role.fail.nan"),
     "Fail.backoff_s": ("job/core/failover.py", "fail.backoff_s"),
@@ -109,13 +116,16 @@ ACTS: dict[str, tuple[str, str]] = {
     "Res.gpus": ("cluster/core/jobs.py", "bundle.res.gpus"),
     "Res.gpu_type": ("cluster/core/jobs.py", "bundle.res.gpu_type"),
     "Res.memory_bytes": ("cluster/core/jobs.py", "bundle.res.memory_bytes"),
+    "Limits.processes": ("runtime/ray/launcher.py", "spec.limits.processes"),
+    "Limits.files": ("runtime/ray/launcher.py", "spec.limits.files"),
+    "Limits.disk_bytes": ("runtime/ray/launcher.py", "spec.limits.disk_bytes"),
 }
 """Field -> the file that acts on it, and how the field is read there."""
 NOT_IN_THE_FILE = {"JobSpec.spec_version"}
 WRITTEN = {
     "memory": "memory_bytes", "limit": "limit_n", "progress": "progress_s", "backoff": "backoff_s", "from": "source",
     "to": "target", "resources": "res", "replicas": "replicas_min", "time_limit": "time_limit_s", "grace": "grace_s",
-    "min": "replicas_min", "max": "replicas_max",
+    "min": "replicas_min", "max": "replicas_max", "disk": "disk_bytes",
 }  # fmt: skip
 """Names of the job file that have another name in the spec."""
 

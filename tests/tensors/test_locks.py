@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rota.spec.errors import TimedOut
 from rota.tensors import locks
 from rota.tensors.locks import LockFile, shared
 
@@ -58,3 +60,19 @@ def test_a_file_closes_with_its_last_client(tmp_path: Path) -> None:
     assert fd not in locks._fds.values()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_the_wait_for_a_lock_of_another_process_ends_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    mine = shared(path, LockFile, LockFile)
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(TimedOut, match=f"locked by process {holder.pid} "), mine.locked(wait_s=0.01):
+            pass
+        holder.communicate("\n")
+    with mine.locked():
+        assert True

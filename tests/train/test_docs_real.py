@@ -31,7 +31,7 @@ def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_the_script_of_the_how_to_trains_under_torchrun_with_the_planners_plan(tmp_path: Path) -> None:
-    [script], command = blocks("python"), blocks("bash")[0]
+    script, command = blocks("python")[0], blocks("bash")[0]
     (tmp_path / "train.py").write_text(script)
     ended = run(command.replace("torchrun", "torchrun --standalone"), tmp_path)
     rows = [line.split() for line in ended.stdout.splitlines()]

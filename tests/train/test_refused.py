@@ -179,13 +179,6 @@ def test_an_optimizer_that_cannot_step_parts_is_refused_and_one_of_whole_paramet
         parallelize(structures.qwen(), ALONE, optimizer=make).step(*next(structures.batches(1)))
 
 
-def test_a_model_on_the_meta_device_is_refused() -> None:
-    with torch.device("meta"):
-        model = structures.qwen()
-    with pytest.raises(BadInput, match=r"model: embed\.table\.weight and \d+ more are on the meta device"):
-        parallelize(model, ALONE, optimizer=ADAMW)
-
-
 def test_weights_that_a_model_lacks_are_not_taken_over() -> None:
     made = parallelize(structures.qwen(), ALONE, optimizer=ADAMW)
     state = made.state_dict()

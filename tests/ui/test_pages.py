@@ -25,6 +25,7 @@ PAGES = {
     "queues": "/queues",
     "jobs": "/jobs",
     "graph": "/jobs/learn-1",
+    "now": "/jobs/learn-1/now",
     "timeline": "/jobs/learn-1/timeline",
     "failures": "/jobs/learn-1/failures",
     "logs": "/jobs/learn-1/logs",
@@ -40,10 +41,11 @@ PAGES = {
     "admin": "/admin",
 }
 SHOWS = {
-    "overview": "26 / 32",
+    "overview": "learn-1 recovered from the loss of rollout/3",
     "queues": "vision",
     "jobs": "6 jobs",
     "graph": "6 READY",
+    "now": "Who waits for whom",
     "timeline": "11 commits",
     "failures": "Recovery 1: ✓ healed",
     "logs": "440 lines",
@@ -56,7 +58,7 @@ SHOWS = {
     "node": "80.0 GiB",
     "submit": "multimodal",
     "compare": "Play both",
-    "admin": "fan 3 is slow",
+    "admin": "/api/v1/nodes/r1n1:cordon",
 }
 ZONED = re.compile(r"GMT[+-]\d{4}|Z$")
 pytestmark = [
@@ -165,3 +167,70 @@ def test_a_page_left_open_tells_that_the_service_is_away_and_goes_on_when_it_is_
         expect(page.locator(".banner")).to_be_hidden(timeout=30_000)
         assert json.loads(home.service_record.read_text())["pid"] != killed
         page.rota_wrong.clear()  # Chromium tells every refused connection
+
+
+def test_find_searches_all_lines_and_leads_to_what_is_around_one(opened: Any, day: Seeded) -> None:
+    from playwright.sync_api import expect
+
+    with opened(day.door()) as page:
+        page.goto(f"{day.url}/jobs/learn-1/logs")
+        expect(page.locator("main")).to_contain_text("440 lines")
+        first = page.locator(".log-line").first.inner_text()
+        word = first.split()[-1]
+        page.get_by_label("Find in the output").fill(word.upper())
+        expect(page).to_have_url(re.compile("find="))
+        expect(page.locator("[role=status]", has_text="with “")).to_be_visible()
+        page.reload()
+        expect(page.get_by_label("Find in the output")).to_have_value(word.upper())
+        page.locator("button.found").first.click()
+        expect(page).to_have_url(re.compile("at="))
+        expect(page.locator(".log-line.marked")).to_contain_text(word)
+        assert page.locator(".log-line.marked").count() == 1
+        assert word in page.locator(".log-line.marked").inner_text()
+
+
+def test_keys_alerts_and_the_way_out(opened: Any, day: Seeded, shot: Any) -> None:
+    from playwright.sync_api import expect
+
+    with opened(day.door()) as page:
+        expect(page.get_by_role("heading", name="Waiting, and why")).to_be_visible()
+        page.keyboard.press("?")
+        expect(page.get_by_role("dialog")).to_contain_text("next and previous job")
+        page.keyboard.press("Escape")
+        page.get_by_label("Alerts").get_by_role("button", name="Acknowledge").first.click()
+        expect(page.get_by_text("1 acknowledged alert")).to_be_visible()
+        assert day.ask("GET", "/api/v1/alerts")["items"][-1]["acknowledged_by"] == "local"
+        page.goto(f"{day.url}/jobs/big-1/explain")
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("Token")).to_be_visible()
+        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+        expect(page.locator(".banner")).to_be_hidden()
+        shot(page, "sign-in")
+        code = day.door().partition("code=")[2]
+        page.get_by_label("Code").fill(code)
+        page.locator("form").get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("heading", name="Why it waits")).to_be_visible()
+        expect(page).to_have_url(re.compile("/jobs/big-1/explain$"))
+        refusal_wanted(page, 401)
+
+
+@pytest.mark.parametrize("width", [1024, 1440])
+def test_the_reason_of_a_waiting_job_is_in_view(opened: Any, day: Seeded, width: int) -> None:
+    from playwright.sync_api import expect
+
+    with opened(day.door(), viewport={"width": width, "height": 800}) as page:
+        page.goto(f"{day.url}/jobs")
+        reason = page.get_by_role("row", name=re.compile("big-1")).locator("td.cut")
+        expect(reason).to_contain_text("QUOTA_LIMIT")
+        box = reason.bounding_box()
+        assert box["x"] + box["width"] < width
+
+
+def test_a_phone_shows_every_page_within_its_width(opened: Any, day: Seeded, shot: Any) -> None:
+    with opened(day.door(), viewport={"width": 390, "height": 844}) as page:
+        for name, path in PAGES.items():
+            page.goto(day.url + path)
+            page.wait_for_selector("main h1, main .card")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+            assert page.evaluate("document.querySelector('header').offsetHeight") < 110, "two rows of the menu"
+            shot(page, f"{name}-phone")

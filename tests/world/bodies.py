@@ -8,21 +8,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rota.job.checkpoint import SHADOWS_KEPT
+from rota.job.core.survival import commits_kept
 from rota.job.health.heartbeat import SETTING_UP, ProgressMarks
 from rota.job.instance.streams import Streams
 from rota.job.rpc.client import ROLLBACK_MAX_S, Refusal, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.runtime.clock import Clock
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
+from rota.spec.codec import to_json_value
 from rota.spec.errors import CallError, DataError
+from rota.spec.events import InstanceLost
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.reasons import Reason
 from rota.testing.launcher import SimProcess
 
 BEAT_S = 10.0
 GIVE_UP_S = 75.0
 RETRY_S = 0.5
+OWN_SAVE_S = 1.0
+"""A command that is asked to end takes this long to write a checkpoint of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +71,24 @@ class Store:
         default_factory=dict[tuple[str, JobId, InstanceId], list[tuple[int, int]]]
     )
     disk: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
+    reached_s: dict[tuple[JobId, InstanceId], float] = field(default_factory=dict[tuple[JobId, InstanceId], float])
+    saved_s: dict[tuple[JobId, InstanceId], float] = field(default_factory=dict[tuple[JobId, InstanceId], float])
+    """How far each command has come, and how far its own checkpoint goes: it writes one when it is asked to end."""
+    hosts: list[str] = field(default_factory=list[str])
+    redone: list[tuple[JobId, InstanceId, float]] = field(default_factory=list[tuple[JobId, InstanceId, float]])
+    """Commands that began again before the point they had reached, and how much they do twice."""
 
-    def shadow(self, host: str, job: JobId, one: InstanceId, n: int, loop_epoch: int) -> None:
+    def shadow(self, host: str, job: JobId, one: InstanceId, n: int, loop_epoch: int, kept: int = 2) -> None:
         """Memory takes the state of a commit in place of an earlier one of this number, and drops the oldest."""
         held = self.memory.setdefault((host, job, one), [])
-        self.memory[(host, job, one)] = [*(kept for kept in held if kept[0] != n), (n, loop_epoch)][-SHADOWS_KEPT:]
+        self.memory[(host, job, one)] = [*(kept for kept in held if kept[0] != n), (n, loop_epoch)][-kept:]
+
+    def fetch(self, source: str, host: str, job: JobId, one: InstanceId, n: int) -> bool:
+        """The memory of another host takes a copy; False when ``source`` does not have the commit."""
+        held = dict(self.memory.get((source, job, one), ()))
+        if n in held:
+            self.shadow(host, job, one, n, held[n], 3)
+        return n in held
 
     def wipe(self, host: str) -> None:
         """The power of a host was off."""
@@ -113,6 +131,8 @@ class SimInstance:
         self.failure: dict[str, Any] | None = None
         self._busy: tuple[str, ...] = ()
         self._unfit: bool | None = None
+        self._works = False
+        """A command has run here since the last time that one was saved."""
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
         self._rpc: RpcClient | None = None
         self._host, self._table, self._hurried = host, PeerTable(), False
@@ -128,13 +148,17 @@ class SimInstance:
                 task.cancel()
             self.epoch, self.failure = epoch, None
         if epoch not in self._forming:
-            self._forming[epoch] = self._process.spawn(self._form(epoch, world, restore))
+            self._forming[epoch] = self._process.spawn(self._form(epoch, world, restore, more))
         return await _answer(self._forming[epoch])
 
-    async def _form(self, epoch: int, world: int, restore: int) -> dict[str, Any]:
+    async def _form(self, epoch: int, world: int, restore: int, more: Mapping[str, Any]) -> dict[str, Any]:
         self._busy = (SETTING_UP,)
+        if self._works and more.get("grace_s", 0.0) >= OWN_SAVE_S:
+            await self._save_own()
         await self._work(self._script.setup_s)
         self._busy = ()
+        if source := more.get("source", ""):
+            self._store.fetch(source, self._host, self._job, self.id, restore)
         if self._keeps and restore > 0 and not self._store.has(self._host, self._job, self.id, restore):
             return self._failed(epoch, f"the state of commit {restore} is gone", "STATE_LOST")
         if self._fails(self._script.setup_fails_p) or (self._script.always_fails and not self.role.finite):
@@ -171,10 +195,29 @@ class SimInstance:
                 return await work
             except CallError as error:
                 return self._failed(epoch, str(error))
-        await self._work(self._script.run_s)
+        await self._run_command()
         if self._fails(self._script.run_fails_p):
             return self._failed(epoch, "exit 1")
         return {"answer": "done"}
+
+    async def _run_command(self) -> None:
+        """Continue from its own checkpoint; what was done after that is done again."""
+        key, began_s = (self._job, self.id), self._clock.monotonic_s()
+        saved_s = self._store.saved_s.get(key, 0.0)
+        if (twice_s := self._store.reached_s.get(key, 0.0) - saved_s) > 1e-6:
+            self._store.redone.append((*key, twice_s))
+        self._works = True
+        try:
+            whole_s = self._script.run_s * self._rng.uniform(0.5, 1.5)
+            await self._clock.sleep(max(whole_s - saved_s, 0.1))
+        finally:
+            self._store.reached_s[key] = saved_s + self._clock.monotonic_s() - began_s
+
+    async def _save_own(self) -> None:
+        await self._clock.sleep(OWN_SAVE_S)
+        key = (self._job, self.id)
+        self._store.saved_s[key] = self._store.reached_s.get(key, 0.0)
+        self._works = False
 
     async def _loop(self, epoch: int, committed: int) -> dict[str, Any]:
         for n in range(committed + 1, self._script.steps + 1):
@@ -291,7 +334,7 @@ class SimInstance:
         if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:
             return {"answer": "stale"}
         self._loop_epoch_max = loop_epoch
-        self._store.shadow(self._host, self._job, self.id, n, loop_epoch)
+        self._store.shadow(self._host, self._job, self.id, n, loop_epoch, commits_kept(self._spec))
         if durable:
             self._store.disk.add((self._job, self.id, n))
         return {"answer": "done"}
@@ -305,6 +348,17 @@ class SimInstance:
             return {"answer": "failed", "text": f"no memory of {self._host} has commit {n} of {owner}"}
         self._store.disk.add((self._job, one, n))
         return {"answer": "done"}
+
+    async def copy(self, *, owner: str, n: int, hosts: list[str]) -> dict[str, Any]:
+        """To the next host in the order of names, as the real one."""
+        await self._work(0.5)
+        others = sorted(
+            (one for one in self._store.hosts if one != self._host), key=lambda one: (one < self._host, one)
+        )
+        one = InstanceId.parse(owner)
+        if not others or not self._store.fetch(self._host, others[0], self._job, one, n):
+            return {"answer": "failed", "text": f"no copy of commit {n} of {owner}"}
+        return {"answer": "done", "host": others[0], "epoch": self.epoch}
 
     async def prune(self, **which: int) -> None:
         """Disks are large here."""
@@ -333,12 +387,18 @@ class SimInstance:
             self._store.unfit |= {(self._job, self.id, self._process.handle.pid)} if self._unfit else set()
         if self._unfit if self.epoch == 0 else self._fails(0.5):
             reason = self._rng.choice(("OUTPUT_FULL", "NODE_SUSPECT"))
-            return {"answer": "failed", "failure": {"epoch": self.epoch, "reason": reason, "text": "unfit"}}
+            before, answer = self.failure, self._failed(self.epoch, "unfit", reason)
+            self.failure = before
+            return answer
         return {"answer": "done"}
 
     async def stop(self, *more: Any) -> None:
         if not self._script.ignores_stop:
             await self._work(0.1)
+            if self._works:
+                for task in self._running.values():
+                    task.cancel()
+                await self._save_own()
             self._leave(self._process)
 
     # -- beats ------------------------------------------------------------------------------------------------------
@@ -353,7 +413,7 @@ class SimInstance:
                 "epoch": self.epoch,
                 "started_epoch": self._process.handle.epoch,
                 "pid": self._process.handle.pid,
-                "failure": self.failure,
+                "lost": self.failure,
                 "busy": self._busy,
             }
             try:
@@ -368,7 +428,12 @@ class SimInstance:
         self._leave(self._process)
 
     def _failed(self, epoch: int, text: str, reason: str = "USER_ERROR") -> dict[str, Any]:
-        self.failure = {"epoch": epoch, "reason": reason, "text": text, "traceback": f"Traceback: {text}"}
+        trace = f"Traceback: {text}"
+        lost = InstanceLost(
+            role=self.id.role, rank=self.id.rank, epoch=Epoch(epoch), reason=Reason(reason),
+            text=text, traceback=trace, alive=True,
+        )  # fmt: skip
+        self.failure = to_json_value(lost)
         return {"answer": "failed", "failure": self.failure}
 
     def _fails(self, p: float) -> bool:

@@ -14,21 +14,22 @@ from typing import Any, Literal
 import pytest
 
 from rota.cluster.core import events, preemption
-from rota.cluster.core.capacity import QueueTree
+from rota.cluster.core.capacity import QueueTable
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
-from rota.job.core import desired, failover, ledger, losses, machine, shutdown
+from rota.job.core import desired, failover, ledger, losses, machine, shutdown, survival
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import fold
+from rota.job.core.transitions import moved
 from rota.job.master import executor
 from rota.job.master import master as master_module
 from rota.runtime.event_log.sql import SqlLog
-from rota.spec.commands import SetTimer, StopInstance
+from rota.spec.commands import FENCED_GRACE_S, SetTimer, StopInstance
 from rota.spec.errors import StoreCorrupt
 from rota.spec.events import Committed, InstanceEnded, JobEnded, StopAsked
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState
+from rota.spec.states import GangState, InstanceState
 from rota.testing import memory as memory_log
 from rota.testing.launcher import SimFaults
 from tests.world.world import Swarm
@@ -40,6 +41,9 @@ MASTERS = replace(SHORT, kill_master_s=3.0)
 BOTH = replace(SHORT, kill_instance_s=6.0, kill_master_s=4.0)
 STOPS = replace(SHORT, jobs=3, apart=True, preempt_job_s=8.0, stop_grace_s=(30.0,))
 """Jobs that come up again on other hosts; nothing fails."""
+RESIZES = replace(STOPS, preempt_job_s=None, drain_node_s=12.0, scale_role_s=6.0, shape="elastic")
+"""Commands that keep their own checkpoints change their size and place; nothing fails."""
+PEERS = replace(SHORT, jobs=3, apart=True, peers=True, lose_node_s=12.0, kill_instance_s=20.0)
 CANCELS = replace(SHORT, stop_job_s=15.0)
 PREEMPTS = replace(SHORT, preempt_job_s=8.0, jobs=3)
 LIMITED = replace(SHORT, jobs=5, limited=True)
@@ -82,7 +86,7 @@ def lost_wake_up(patch: Patch) -> None:
 
     def step(self: Any, records: Any) -> None:
         if self._executor is not None and self.epoch > 1 and not self._begun:
-            self._begun = {one.id for one in wanted(functools.reduce(fold, records, self.ctx))}
+            self._begun = frozenset(one.id for one in wanted(functools.reduce(fold, records, self.ctx)))
         real(self, records)
 
     patch.setattr(master_module.JobMaster, "_step", step)
@@ -94,7 +98,7 @@ def released_too_early(patch: Patch) -> None:
 
     def wind_down(ctx: JobContext) -> JobContext:
         ctx = real(ctx)
-        return replace(ctx, gangs=tuple(replace(gang, state="releasing") for gang in ctx.gangs))
+        return replace(ctx, gangs=tuple(moved(gang, GangState.RELEASING) for gang in ctx.gangs))
 
     patch.setattr(desired, "_wind_down", wind_down)
 
@@ -227,9 +231,20 @@ def devices_before_state(patch: Patch) -> None:
     patch.setattr(shutdown, "begin", lambda ctx, ending, state: replace(ctx, state=state, ending=ending))
 
 
+def no_grace_for_commands_that_move(patch: Patch) -> None:
+    """A command that changes its size or place is killed before it has written its own checkpoint."""
+    real = shutdown.grace_s
+    patch.setattr(shutdown, "grace_s", lambda ctx, one: real(ctx, one) if ctx.ending else FENCED_GRACE_S)
+
+
+def peer_not_asked(patch: Patch) -> None:
+    """A job whose machine is lost goes back to its checkpoint, though another machine has a newer commit."""
+    patch.setattr(survival, "copy_of", lambda ctx, one, n: None)
+
+
 def disk_before_memory(patch: Patch) -> None:
     """A job goes back to its checkpoint though all find the last commit in the memory of their hosts."""
-    patch.setattr(shutdown, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
+    patch.setattr(survival, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
 
 
 def stale_death_believed(patch: Patch) -> None:
@@ -274,7 +289,7 @@ def reserved_before_released(patch: Patch) -> None:
 
     def of_gangs(ctx: JobContext) -> Iterator[Any]:
         yield from real(ctx)
-        yield from real(replace(ctx, gangs=tuple(one for one in ctx.gangs if one.state != "releasing")))
+        yield from real(replace(ctx, gangs=tuple(one for one in ctx.gangs if one.state is not GangState.RELEASING)))
 
     patch.setattr(desired, "_of_gangs", of_gangs)
 
@@ -390,14 +405,14 @@ def mark_before_the_commit(patch: Patch) -> None:
 
 def quota_off_by_one(patch: Patch) -> None:
     """A queue may pass its limit by one core."""
-    real = QueueTree.over_limit
+    real = QueueTable.over_limit
 
     def over_limit(self: Any, used: Any, by_user: Any, path: str, user: str, need: Any) -> Any:
         less = need.copy()
         less[1] -= 1000
         return real(self, used, by_user, path, user, less)
 
-    patch.setattr(QueueTree, "over_limit", over_limit)
+    patch.setattr(QueueTable, "over_limit", over_limit)
 
 
 def superfluous_victim(patch: Patch) -> None:
@@ -495,6 +510,8 @@ BUGS = (
     Bug("age_not_looked_at", age_not_looked_at, KILLS),
     Bug("cut_of_the_commit_before", cut_of_the_commit_before, KILLS),
     Bug("devices_before_state", devices_before_state, STOPS),
+    Bug("no_grace_for_commands_that_move", no_grace_for_commands_that_move, RESIZES),
+    Bug("peer_not_asked", peer_not_asked, PEERS),
     Bug("disk_before_memory", disk_before_memory, KILLS),
     Bug("stale_death_believed", stale_death_believed, replace(BOTH, kill_instance_s=2.0, engine=LATE)),
     Bug("timer_of_an_old_epoch", timer_of_an_old_epoch, replace(KILLS, failing_code=True)),

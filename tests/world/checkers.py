@@ -11,7 +11,7 @@ from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
-from rota.job.core.shutdown import keepers
+from rota.job.core.survival import keepers
 from rota.job.rpc.peers import WEIGHTS
 from rota.spec.events import (
     Committed,
@@ -25,6 +25,7 @@ from rota.spec.events import (
     JobEnded,
     JobQueued,
     JobRequeued,
+    JobSubmitted,
     MasterStarted,
     NodeJoined,
     NodeMarked,
@@ -38,9 +39,10 @@ from rota.spec.events import (
 )
 from rota.spec.gang import Grant, Placement
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
+from rota.spec.job import After
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import GangState, InstanceState, JobState
 from tests.world.bodies import Store
 
 GRACE_S = 10.0
@@ -64,12 +66,22 @@ class Checkers:
     committed: set[tuple[JobId, int, int]] = field(default_factory=set[tuple[JobId, int, int]])
     loop_epochs: dict[tuple[JobId, int], int] = field(default_factory=dict[tuple[JobId, int], int])
     """The loop epoch under which a commit of a job was recorded last."""
+    made_on: dict[tuple[JobId, int], dict[InstanceId, str]] = field(default_factory=lambda: defaultdict(dict))
+    """The hosts where the instances were, when a commit of a job was recorded last."""
+    after: dict[JobId, tuple[After, ...]] = field(default_factory=dict[JobId, tuple[After, ...]])
+    """What each job starts after."""
+    states: dict[JobId, JobState] = field(default_factory=dict[JobId, JobState])
+    """How jobs ended."""
     masters: dict[JobId, Epoch] = field(default_factory=dict[JobId, Epoch])
     batches: dict[JobId, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
     """Job -> commit -> the items of streams that it made trained."""
     ended: set[JobId] = field(default_factory=set[JobId])
     in_peace: dict[JobId, float] = field(default_factory=dict[JobId, float])
     """Jobs that give their devices back, nothing having failed since they were asked to, and their grace in seconds."""
+    calm: bool = False
+    """Nothing fails in this world: jobs are only moved, resized and asked to give their devices back."""
+    hurried: set[JobId] = field(default_factory=set[JobId])
+    """Jobs that were once given too little time to save."""
     restarts: dict[tuple[JobId, int, str], int] = field(default_factory=lambda: defaultdict(int))
     health: dict[NodeId, Health] = field(default_factory=dict[NodeId, Health])
     stops: dict[JobId, Reason] = field(default_factory=dict[JobId, Reason])
@@ -96,6 +108,7 @@ class Checkers:
         self._samples(job, record, before)
         self._budgets(job, record, before)
         self._stops(job, record, before)
+        self._commands(job, record, before)
         after = fold(before, record)
         self.shadows[job] = after
         self._leaves_by_itself(job, record, before, after)
@@ -123,7 +136,15 @@ class Checkers:
         match record.event:
             case JobRequeued():
                 self.holding.pop(job, None)
+            case JobSubmitted(spec=spec):
+                self.after[job] = spec.after
+            case JobEnded(state=state):
+                self.states[job] = state
             case JobAdmitted(placement=placement):
+                for one in self.after.get(job, ()):
+                    ended = self.states.get(JobId(one.job))
+                    if ended is None or (one.when == "succeeded" and ended is not JobState.SUCCEEDED):
+                        raise Violation(f"{job}: admitted before {one.job} has {one.when}")
                 self.holding[job] = placement
                 self._fit(job, placement)
                 self._capacity(job)
@@ -244,7 +265,7 @@ class Checkers:
         """A reservation is asked for: older ones that go are given back before."""
         before = self.shadows.get(job)
         for gang in before.gangs if before is not None else ():
-            if gang.state == "releasing" and gang.epoch < epoch:
+            if gang.state is GangState.RELEASING and gang.epoch < epoch:
                 raise Violation(f"{job}: reserves under {epoch} before {gang.id} of {gang.epoch} is given back")
 
     def _old_reports(self, record: Record, before: JobContext, after: JobContext) -> None:
@@ -271,6 +292,7 @@ class Checkers:
                 self.commits[job] = n
                 self.committed.add((job, n, int(epoch)))
                 self.loop_epochs[(job, n)] = int(epoch)
+                self.made_on[(job, n)] = {one: before.bundle(one)[1].host for one in before.bound}
                 self._weights(job, record.event, before)
             case RolledBack(to_commit=n):
                 if n > self.commits[job]:
@@ -291,10 +313,24 @@ class Checkers:
             raise Violation(f"{job}: rolled back to {to}, though commit {durable} is on disk")
         placed = [one for one in keepers(before) if one in before.bound]
         epoch = self.loop_epochs.get((job, before.committed))
-        there = [self.store.in_memory(before.bundle(one)[1].host, job, one, before.committed, epoch) for one in placed]
+        there = [self._left_there(before, one, epoch) for one in placed]
         looked = {loss.reason for loss in (*before.losses, *(one.cause for one in before.failovers[-1:]))}
+        copied = [self._has_copy(before, one) for one in placed]
+        if to < before.copied_n and placed and all(copied) and Reason.STATE_LOST not in looked:
+            raise Violation(f"{job}: rolled back to {to}, though other machines have commit {before.copied_n}")
         if to < before.committed and placed and all(there) and Reason.STATE_LOST not in looked:
             raise Violation(f"{job}: rolled back to {to}, though all find the state of {before.committed}")
+
+    def _left_there(self, before: JobContext, one: InstanceId, epoch: int | None) -> bool:
+        """Its own commit left the state where it is now: nobody knows of a copy that was not acknowledged."""
+        host = before.bundle(one)[1].host
+        own = self.made_on[(before.job, before.committed)].get(one) == host
+        return own and self.store.in_memory(host, before.job, one, before.committed, epoch)
+
+    def _has_copy(self, before: JobContext, one: InstanceId) -> bool:
+        epoch = self.loop_epochs.get((before.job, before.copied_n))
+        hosts = [copy.host for copy in before.copies if copy.owner == one]
+        return any(self.store.in_memory(host, before.job, one, before.copied_n, epoch) for host in hosts)
 
     def _weights(self, job: JobId, event: Committed, before: JobContext) -> None:
         """The cursor of a commit names the newest version of every weights edge, also of those not due with it."""
@@ -366,6 +402,15 @@ class Checkers:
                 raise Violation(f"{job}: back from {old} to {new}, though it had {grace_s:g} s to stop at a commit")
             case _:
                 pass
+
+    def _commands(self, job: JobId, record: Record, before: JobContext) -> None:
+        """A command that writes a checkpoint when it is asked to end does nothing twice: stopped, moved or resized."""
+        short = before.spec is not None and before.spec.grace_s < GRACE_S
+        if short or (isinstance(record.event, PreemptAsked) and record.event.grace_s < GRACE_S):
+            self.hurried.add(job)
+        if self.calm and job not in self.hurried:
+            for _, one, seconds in (found for found in self.store.redone if found[0] == job):
+                raise Violation(f"{job}: {one} does {seconds:.1f} s of its work twice, and nothing had failed")
 
     def _readiness(self, record: Record, before: JobContext, after: JobContext) -> None:
         """A report of an epoch that is over must change nothing."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rota.spec.ids import RoleName
-from rota.spec.job import Bound, Edge, Fail, JobSpec, RoleSpec, StreamSpec, WeightsEdge
+from rota.spec.job import After, Bound, Edge, Fail, JobSpec, RoleSpec, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
 from tests.makers import command, loop, mesh, op, service, spec
 from tests.world.bodies import Script
@@ -36,6 +36,17 @@ def random_job(
         grace_s=rng.choice((1.0, 5.0, 30.0)),
         time_limit_s=rng.choice((20.0, 60.0, 300.0)) if limited else None,
     ), scripts
+
+
+def with_peers(job: JobSpec) -> JobSpec:
+    """The job with a copy of its state on another host."""
+    roles = (replace(role, fail=replace(role.fail, state=("shadow", "peer"))) for role in job.roles)
+    return replace(job, roles=tuple(roles))
+
+
+def after_another(rng: random.Random, job: JobSpec, before: int) -> JobSpec:
+    """The job, which needs the success or the end of one of the ``before`` jobs before it."""
+    return replace(job, after=(After(job=f"j{rng.randrange(before)}", when=rng.choice(("succeeded", "ended"))),))
 
 
 def _never_forgetting(role: RoleSpec) -> RoleSpec:

@@ -49,7 +49,6 @@ NEVER: Mapping[str, tuple[tuple[JobState | InstanceState, tuple[JobState | Insta
     ),
     "the scheduler admits what is QUEUED": ((J.PAUSED, (J.ADMITTED,)),),
     "a pause that comes while the whole job restarts makes it PREEMPTING": ((J.RECOVERING, (J.PAUSED,)),),
-    "who is suspected is told live, by rota why, and is no fact of the log": ((R.SUSPECT, tuple(INSTANCE[R.SUSPECT])),),
     "an older process goes first, so that one append plans a member and a later one starts it": (
         (R.READY, (R.STARTING,)),
         (R.STALE, (R.STARTING,)),

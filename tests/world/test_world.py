@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 
 import pytest
 
-from rota.spec.events import FailoverStarted, JobAdmitted, RolledBack, TimerFired
+from rota.spec.events import FailoverStarted, JobAdmitted, JobEnded, RolledBack, TimerFired
 from rota.spec.ids import InstanceId, JobId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
 from tests.real.jobs import deep
 from tests.world.bodies import Store
 from tests.world.bugs import BUGS, SHOWN, STOPS, Bug
@@ -111,6 +114,17 @@ def test_the_world_over_the_sql_log_gives_the_trace_of_the_one_in_memory(seed):
 def test_jobs_of_queues_with_limits_keep_every_law_and_some_are_preempted():
     seen = play(15, Swarm(faults_s=60.0, jobs=5, limited=True)).seen
     assert seen["PreemptAsked"] and seen["JobEnded"] == 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_jobs_that_start_after_others_start_once_those_ended_as_asked_or_end_with_them(seed):
+    world = play(seed, replace(Swarm.draw(random.Random(seed)), jobs=4, after=True, faults_s=60.0))
+    ends = {one.job: one.event for one in world.log.read(limit=10**9) if isinstance(one.event, JobEnded)}
+    failed = {job for job, end in ends.items() if end.state is not JobState.SUCCEEDED}
+    never = {
+        job for job, spec in world.specs.items() if any(o.when == "succeeded" and o.job in failed for o in spec.after)
+    }
+    assert {job for job, end in ends.items() if end.reason is Reason.DEPENDENCY_FAILED} <= never <= failed
 
 
 def test_a_seed_that_failed_is_kept_once_with_what_it_found(tmp_path):

@@ -11,11 +11,11 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from rota.cluster.core.preemption import _place_without as place_without
-from rota.cluster.live import Outcome, Scheduler
+from rota.cluster.live import Scheduler, SchedulingOutcome
 from rota.cluster.policies.basic import fifo
 from rota.cluster.policies.default import default
 from rota.job.core.context import NO_EPOCH, JobContext
@@ -56,7 +56,7 @@ from rota.testing.launcher import NO_FAULTS, SimEngine, SimFaults, SimLauncher, 
 from rota.testing.memory import MemoryLog, VirtualClock
 from tests.world.bodies import SimInstance, Store
 from tests.world.checkers import Checkers, Violation
-from tests.world.jobs import Scripts, random_job
+from tests.world.jobs import Scripts, after_another, random_job, with_peers
 from tests.world.virtual import run
 
 TICK_S = 0.5
@@ -100,6 +100,7 @@ class Swarm:
     """A process of a job is there that its log does not know, as after a restore of an older log."""
     apart: bool = False
     """Every node is a host of its own, with a memory of its own."""
+    peers: bool = False
     stop_grace_s: tuple[float, ...] = (2.0,)
     """What jobs are given for a stop; one is drawn."""
     crash_before_append_p: float = 0.0
@@ -109,9 +110,18 @@ class Swarm:
     store_error_p: float = 0.0
     torn_context_p: float = 0.0
     store_s: float = 0.003
+    after: bool = False
+    """Each job starts after one before it."""
     limited: bool = False
     """Two queues with limits, jobs of several priorities, and the policy that preempts for them."""
     engine: SimFaults = NO_FAULTS
+
+    @property
+    def calm(self) -> bool:
+        """True when nothing fails."""
+        faults = ("kill_", "hang_", "second_", "lose_", "crash_", "store_error_p", "failing_code")
+        drawn = any(getattr(self, one.name) for one in fields(self) if one.name.startswith(faults))
+        return not drawn and self.engine == NO_FAULTS
 
     @staticmethod
     def draw(rng: random.Random) -> Swarm:
@@ -161,6 +171,7 @@ class Swarm:
             drain_node_s=maybe(10.0, 30.0),
             apart=rng.random() < 0.5,
             stop_grace_s=(0.0, 2.0, 10.0, 30.0),
+            peers=rng.random() < 0.5,
         )
 
 
@@ -332,8 +343,9 @@ class World:
             )
             for i in range(1 if self.swarm.limited else self.rng.randint(1, 3))
         ]
+        self.store.hosts = sorted({node.host for node in self.nodes})
         capacity = {node.id: node.cpus for node in self.nodes}
-        self.checkers = Checkers(capacity=capacity, store=self.store)
+        self.checkers = Checkers(capacity=capacity, store=self.store, calm=self.swarm.calm)
         self.engine = WatchedEngine(
             clock=clock,
             rng=self.rng,
@@ -374,9 +386,8 @@ class World:
             task.cancel()
         self.engine.faults = replace(NO_FAULTS, start_s=self.swarm.engine.start_s)
         swarm = self.swarm
-        self.swarm = Swarm(
-            jobs=swarm.jobs, quiet_max_s=swarm.quiet_max_s, crash_at=swarm.crash_at, limited=swarm.limited
-        )
+        kept = {name: getattr(swarm, name) for name in ("jobs", "quiet_max_s", "crash_at", "limited")}
+        self.swarm = Swarm(**kept)
         await self._until(self.clock.monotonic_s() + self.swarm.quiet_max_s, self._all_ended)
         await self._until(self.clock.monotonic_s() + 200.0, self._nothing_left)
         service.cancel()
@@ -457,16 +468,14 @@ class World:
             self.write([NodeJoined(node=node)], writer=Writer(scope=INSTALL_SCOPE, epoch=epoch))
 
     async def _submit_all(self) -> None:
-        for i in range(self.swarm.jobs):
-            job = JobId(f"j{i}")
-            swarm = self.swarm
-            spec, scripts = random_job(
-                self.rng, job, failing=swarm.failing_code, calm_after_s=swarm.faults_s, shape=swarm.shape
-            )
-            if (imports_s := swarm.imports_s) is not None:
-                scripts = {role: replace(script, setup_s=imports_s) for role, script in scripts.items()}
-            if swarm.limited:
-                spec = self._limited(spec)
+        for i, swarm in enumerate([self.swarm] * self.swarm.jobs):
+            job, calm_s, shape = JobId(f"j{i}"), swarm.faults_s, swarm.shape
+            spec, scripts = random_job(self.rng, job, failing=swarm.failing_code, calm_after_s=calm_s, shape=shape)
+            if (s := swarm.imports_s) is not None:
+                scripts = {role: replace(script, setup_s=s) for role, script in scripts.items()}
+            spec = self._limited(spec) if swarm.limited else spec
+            spec = with_peers(spec) if swarm.peers else spec
+            spec = after_another(self.rng, spec, i) if swarm.after and i else spec
             self.specs[job], self.scripts[job] = spec, scripts
             self._append(job, JobSubmitted(spec=spec))
             self._append(job, JobQueued())
@@ -515,9 +524,8 @@ class World:
             self.restart_service = asyncio.Event()
             self.open_again()
             life = asyncio.get_running_loop().create_task(self._service())
-            await asyncio.wait(
-                [life, asyncio.ensure_future(self.restart_service.wait())], return_when=asyncio.FIRST_COMPLETED
-            )
+            both = [life, asyncio.ensure_future(self.restart_service.wait())]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if life.done():
                 life.result()
             life.cancel()
@@ -539,7 +547,7 @@ class World:
             now_s = self.clock.wall_s()
             due = news or now_s >= look_at_s
             look_at_s = now_s + DECIDE_S if due else look_at_s
-            outcome = scheduler.decide(now_s) if due else Outcome(events=())
+            outcome = scheduler.decide(now_s) if due else SchedulingOutcome(events=())
             if outcome.broken:
                 raise Violation("; ".join(outcome.broken))
             check_victims(scheduler, [job for job, event in outcome.events if isinstance(event, PreemptAsked)])
@@ -668,8 +676,7 @@ class World:
             self._append(self.rng.choice(jobs), StopAsked(grace_s=self.rng.choice((0.0, 1.0, 10.0))))
 
     def _preempt_a_job(self) -> None:
-        holding = [job for job in self._live_jobs() if self.checkers.shadows[job].state.holds_devices]
-        if holding:
+        if holding := [job for job in self._live_jobs() if self.checkers.shadows[job].state.holds_devices]:
             self._leave(self.rng.choice(holding), Reason.PREEMPTED_PRIORITY)
 
     def _pause_a_job(self) -> None:
@@ -703,8 +710,7 @@ class World:
             self._append(job, ScaleAsked(role=role.name, n=self.rng.randint(role.replicas_min, role.replicas_max + 1)))
 
     def _lose_a_node(self) -> None:
-        alive = [node.id for node in self.nodes if node.id not in self.engine.dead]
-        if alive:
+        if alive := [node.id for node in self.nodes if node.id not in self.engine.dead]:
             node = self.rng.choice(alive)
             self.engine.lose_node(node)
             if self.rng.random() < 0.5:  # the power, or the engine's part alone
@@ -712,8 +718,7 @@ class World:
             self.own(self._return(node))
 
     def _drain_a_node(self) -> None:
-        alive = [node.id for node in self.nodes if node.id not in self.engine.dead]
-        if alive:
+        if alive := [node.id for node in self.nodes if node.id not in self.engine.dead]:
             node, notice_s = self.rng.choice(alive), self.rng.choice((0.0, 5.0, 60.0))
             self._mark(NodeMarked(node=node, health=Health.DRAINED, by="admin", notice_s=notice_s))
             self.own(self._look_at(node))

@@ -1,7 +1,7 @@
 /** The frame around the pages: where one can go, whether the service answers, keys. */
-import { useMutation, useQuery } from "@tanstack/react-query";
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useEffect, useRef, useState } from "react";
-import { api, Problem, signIn } from "./api/client";
+import { api, Problem, signIn, signOut } from "./api/client";
 import { useConnection } from "./api/live";
 import { Admin } from "./pages/Admin";
 import { Compare } from "./pages/Compare";
@@ -44,19 +44,38 @@ export function App() {
           Rota
         </Link>
         <nav aria-label="Pages">
-          {PAGES.map(([to, title, key]) => (
+          {!stranger && PAGES.map(([to, title, key]) => (
             <Link key={to} to={to} title={`press g, then ${key}`} aria-current={`/${path[0] ?? ""}` === to ? "page" : undefined}>
               {title}
             </Link>
           ))}
         </nav>
+        {asked.data && <Account />}
         <ThemeChoice />
       </header>
       <ConnectionBanner />
       <main id="main" ref={main} tabIndex={-1}>
         {stranger ? <SignIn /> : <Page path={path} />}
       </main>
+      <Keys />
     </>
+  );
+}
+
+/** Who is signed in, what that user may do, and the way out. */
+function Account() {
+  const cache = useQueryClient();
+  const me = useQuery({ queryKey: ["whoami"], queryFn: api.whoami, staleTime: Infinity });
+  const leave = useMutation({ mutationFn: signOut, onSuccess: () => cache.resetQueries() });
+  if (!me.data) return null;
+  const may = me.data.grants.map((one) => `${one.role} of ${one.queue || "all queues"}`).join(", ");
+  return (
+    <span className="account">
+      <span title={may}>{me.data.name}</span>
+      <button type="button" className="link" onClick={() => leave.mutate()} disabled={leave.isPending}>
+        Sign out
+      </button>
+    </span>
   );
 }
 
@@ -89,8 +108,12 @@ function Page({ path: [page, id, tab] }: { path: string[] }) {
 function SignIn() {
   const [code, setCode] = useState("");
   const [token, setToken] = useState("");
-  const stale = location.pathname === "/login" && new URLSearchParams(location.search).has("code");
-  const open = useMutation({ mutationFn: () => signIn(token ? { token } : { code }), onSuccess: () => location.assign("/") });
+  const asked = new URLSearchParams(location.search);
+  const atLogin = location.pathname === "/login";
+  const stale = atLogin && asked.has("code");
+  const next = asked.get("next") ?? "/";
+  const target = atLogin ? (/^\/(?![/\\])/.test(next) ? next : "/") : location.pathname + location.search;
+  const open = useMutation({ mutationFn: () => signIn(token ? { token } : { code }), onSuccess: () => location.assign(target) });
   return (
     <>
       <h1>Sign in</h1>
@@ -126,7 +149,7 @@ function ConnectionBanner() {
   const { live, lostAt } = useConnection();
   return (
     <p className="banner" role="status" hidden={live}>
-      {!live && `The service does not answer; reconnecting. What you see is of ${lostAt ? clock(lostAt) : "before"}.`}
+      {!live && `The service does not answer; reconnecting. Last updated ${lostAt ? clock(lostAt) : "before"}.`}
     </p>
   );
 }
@@ -137,15 +160,42 @@ function ThemeChoice() {
     <label className="theme">
       <span className="unseen">Colours</span>
       <select value={theme} onChange={(event) => choose(event.target.value as Theme)}>
-        <option value="system">as the system</option>
-        <option value="light">light</option>
-        <option value="dark">dark</option>
+        <option value="system">System theme</option>
+        <option value="light">Light</option>
+        <option value="dark">Dark</option>
       </select>
     </label>
   );
 }
 
-const HELP = "Keys: / finds, j and k go to the next and previous job, g and the first letter of a page open it.";
+const KEYS: [string, string][] = [
+  ["/", "find on this page"], ["j, k", "next and previous job of the list"], ["Enter", "open it"],
+  ["arrows", "walk over the heat map"], ["?", "these keys"], ["Esc", "close them"],
+];
+const KEYS_ID = "keys";
+
+function Keys() {
+  return (
+    <dialog id={KEYS_ID} aria-label="Keys" onClick={(event) => event.target === event.currentTarget && event.currentTarget.close()}>
+      <h2>Keys</h2>
+      <table>
+        <tbody>
+          {[...KEYS, ...PAGES.map(([, title, key]): [string, string] => [`g ${key}`, title])].map(([key, what]) => (
+            <tr key={key}>
+              <th scope="row">
+                <kbd>{key}</kbd>
+              </th>
+              <td>{what}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <form method="dialog">
+        <button type="submit">Close</button>
+      </form>
+    </dialog>
+  );
+}
 
 /** `/` goes to the search field, `j` and `k` walk over the rows, `g` and a letter open a page, `?` lists them. */
 function useKeys(): void {
@@ -159,7 +209,7 @@ function useKeys(): void {
       if (page) go(page[0]);
       else if (event.key === "/") document.querySelector<HTMLElement>("main input[type=search]")?.focus();
       else if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
-      else if (event.key === "?") alert(HELP);
+      else if (event.key === "?") (document.getElementById(KEYS_ID) as HTMLDialogElement | null)?.showModal();
       else return;
       event.preventDefault();
     };

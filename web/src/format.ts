@@ -41,10 +41,26 @@ export function moment(value: number | string | null): Date | null {
   return Number.isNaN(found.getTime()) ? null : found;
 }
 
+const two = (n: number) => String(n).padStart(2, "0");
+
+/** The browser's time on a clock of 24 hours: of today 16:18:18, else 2026-01-31 16:18. */
 export function clock(at: Date, now: Date = new Date()): string {
-  const time = at.toLocaleTimeString();
-  return at.toDateString() === now.toDateString() ? time : `${at.toLocaleDateString()} ${time}`;
+  const time = `${two(at.getHours())}:${two(at.getMinutes())}`;
+  if (at.toDateString() === now.toDateString()) return `${time}:${two(at.getSeconds())}`;
+  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
 }
+
+/** How long ago, or in how long: "5 min ago", "in 2 h"; its exact time belongs in a title. */
+export function relative(at: Date, now: Date = new Date()): string {
+  const s = Math.round((now.getTime() - at.getTime()) / 1000);
+  const far = Math.abs(s);
+  if (far < 5) return "now";
+  const text = far < 60 ? `${far} s` : far < 3600 ? `${Math.floor(far / 60)} min` : far < 86400 ? `${Math.floor(far / 3600)} h` : `${Math.floor(far / 86400)} d`;
+  return s < 0 ? `in ${text}` : `${text} ago`;
+}
+
+/** One thing, two things. */
+export const counted = (n: number, noun: string): string => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 
 /** A hue of 0..360 that is the same for the same name. */
 export function hue(name: string): number {

@@ -1,11 +1,12 @@
 /** The parts that compute: formats, differences, timelines, layouts, what is kept of a stream. */
 import { describe, expect, it } from "vitest";
-import type { EventRecord, FailureList, GraphDocument, JobDocument, LogLine, QueueRow } from "../src/api/types";
-import { bytes, hue, moment, number, seconds, stated } from "../src/format";
+import type { EventRecord, FailureList, FailureRow, GraphDocument, InstanceRow, JobDocument, LogLine, QueueRow } from "../src/api/types";
+import { bytes, clock, counted, hue, moment, number, relative, seconds, stated } from "../src/format";
 import { asLines, diffLines, hunks } from "../src/parts/diff";
 import { patchOf } from "../src/parts/ExplainCard";
 import { holdersOf, racksOf, sentenceOf } from "../src/parts/HeatMap";
-import { countsOf, linesOf, place } from "../src/parts/layout";
+import { grouped } from "../src/parts/Failures";
+import { countsOf, linesOf, notesOf, observedOf, place } from "../src/parts/layout";
 import { joined } from "../src/parts/LogView";
 import { branchesOf } from "../src/parts/QueueTree";
 import { ticksOf, timelineOf } from "../src/parts/timeline";
@@ -25,6 +26,42 @@ describe("formats", () => {
     expect(moment(0)?.toISOString()).toBe("1970-01-01T00:00:00.000Z");
     expect([moment("never"), moment(null)]).toEqual([null, null]);
     expect(hue("a")).toBe(hue("a"));
+  });
+});
+
+describe("one clock", () => {
+  const now = new Date(2026, 0, 31, 16, 18, 18);
+  it("has 24 hours, and the date of another day", () => {
+    expect(clock(now, now)).toBe("16:18:18");
+    expect(clock(new Date(2026, 0, 3, 4, 5, 6), now)).toBe("2026-01-03 04:05");
+  });
+  it("says how long ago", () => {
+    const ago = (s: number) => relative(new Date(now.getTime() - s * 1000), now);
+    expect([0, 42, 300, 7200, 200000, -90].map(ago)).toEqual(["now", "42 s ago", "5 min ago", "2 h ago", "2 d ago", "in 1 min"]);
+    expect([counted(1, "job"), counted(0, "job")]).toEqual(["1 job", "0 jobs"]);
+  });
+});
+
+describe("what was seen on the lines of the graph", () => {
+  const edge = { source: "loop", target: "reward/0", kind: "call", what: "score", failed: 0, bytes: 2048 };
+  const graph = {
+    roles: [{ name: "loop", states: [] }, { name: "reward", states: [] }], edges: [], streams: [], observed: [{ ...edge, n: 30, waited_s: 3 }],
+  } as unknown as GraphDocument;
+  const waiting = [{ role: "loop", progress: { waits_for: ["reward/0"], weights: [] } }] as unknown as InstanceRow[];
+  it("makes a line of calls that nothing declares, with rate, time and who waits", () => {
+    const [line] = linesOf(graph);
+    expect([line!.id, line!.kinds]).toEqual(["loop>reward", ["call"]]);
+    const [before, now] = [observedOf([{ ...edge, n: 10, waited_s: 1, bytes: 0 }], 0), observedOf(graph.observed, 10_000)];
+    expect(notesOf(line!, graph, waiting, now, before)).toEqual(["2/s", "205 B/s", "100 ms each", "1 waiting"]);
+    expect(notesOf(line!, graph, [], now, null)).toEqual(["30 in all"]);
+  });
+});
+
+describe("failures", () => {
+  const one = (n: number, reason: string) => ({ n, reason, role: "a", text: "bug.py:6", traceback: "", healed: true }) as FailureRow;
+  it("are one entry where the same error comes again and again", () => {
+    const found = grouped([one(1, "X"), one(2, "X"), one(3, "X"), one(4, "Y")]);
+    expect(found.map(({ last, times }) => [last.n, times])).toEqual([[3, 3], [4, 1]]);
   });
 });
 
@@ -98,7 +135,7 @@ describe("the timeline", () => {
 describe("the graph", () => {
   const role = (name: string, n: number) => ({ name, states: Array(n).fill("READY"), replicas: n }) as unknown as GraphDocument["roles"][number];
   const edge = (source: string, target: string, kind: string) => ({ source, target, kind });
-  const graph = { roles: [role("a", 2), role("b", 30), role("c", 1)], edges: [edge("a", "b", "call"), edge("a", "b", "weights"), edge("b", "c", "call"), edge("c", "a", "call"), edge("b", "b", "mesh")] } as GraphDocument;
+  const graph = { roles: [role("a", 2), role("b", 30), role("c", 1)], edges: [edge("a", "b", "call"), edge("a", "b", "weights"), edge("b", "c", "call"), edge("c", "a", "call"), edge("b", "b", "mesh")], observed: [] as unknown[] } as GraphDocument;
   it("draws one line for all kinds between two roles, and none from a role to itself", () => {
     expect(linesOf(graph).map((one) => [one.id, one.kinds])).toEqual([["a>b", ["call", "weights"]], ["b>c", ["call"]], ["c>a", ["call"]]]);
   });
@@ -132,7 +169,7 @@ describe("the queue tree", () => {
 });
 
 describe("output", () => {
-  const line = (offset: number): LogLine => ({ kind: "LogLine", instance: "a/0", attempt: 1, epoch: 1, offset, ts: null, stream: "out", text: String(offset) });
+  const line = (offset: number): LogLine => ({ kind: "LogLine", instance: "a/0", node: "", attempt: 1, epoch: 1, offset, ts: null, stream: "out", text: String(offset) });
   it("drops what came before and keeps the newest lines", () => {
     const ends = new Map<string, number>();
     const first = joined([], [line(0), line(5)], ends);
@@ -140,6 +177,8 @@ describe("output", () => {
     expect(again.map((one) => one.offset)).toEqual([0, 5, 9]);
     expect(joined(again, [line(5)], ends)).toBe(again);
     expect(joined(again, [line(12)], ends, 2).map((one) => one.offset)).toEqual([9, 12]);
+    const elsewhere = { ...line(9), node: "m1" };
+    expect(joined(again, [elsewhere], ends)).toEqual([...again, elsewhere]);
   });
 });
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from rota.cluster.core import admission, events, explain
-from rota.cluster.core.cycle import wait_of
+from rota.cluster.core.choice import choices_of
 from rota.cluster.core.guarded import guarded, overdrawn, violations
-from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, Wait, compile_shape
+from rota.cluster.core.jobs import Allocation, Allocations, Choice, JobAsk, Wait, ask_of, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
+from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.spec import codec
 from rota.spec.errors import nearest
@@ -43,14 +44,15 @@ from rota.spec.events import (
 )
 from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
-from rota.spec.job import JobSpec, changed_spec
+from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
 from rota.spec.queue import Queue
-from rota.spec.reasons import Reason
+from rota.spec.reasons import Reason, final_state
 from rota.spec.resources import Health, Node, Res
+from rota.spec.states import JobState
 
 _Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
-ASIDE_S = 1.0
+IDLE_WAIT_S_MAX = 1.0
 """Maximum time that work of another thread is held back; decisions are far shorter."""
 
 
@@ -82,7 +84,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SchedulingOutcome:
     """What ``decide`` wants: events to append, in order, and when to ask again if nothing happens until then.
 
     ``broken`` has the bugs of the scheduler that were met; what they touch is left alone, the rest continues.
@@ -101,6 +103,9 @@ class Scheduler:
     a decision becomes true when its record comes back through ``apply``. Replaying a log gives the same state.
     """
 
+    GIVEN = frozenset({"profile", "_requests_of", "_idle", "_empties"})
+    """Attributes that no record changes, or that follow from the others."""
+
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
         # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked).
         self.profile = replace(profile, sharing=None)
@@ -118,8 +123,15 @@ class Scheduler:
         """The same of nodes that were lost: they may be used again once they are back."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
+        self._unsuccessful: dict[JobId, JobEnded] = {}
+        """Jobs that ended without success, for those that are submitted after them."""
+        self._dependents: dict[JobId, dict[JobId, None]] = {}
+        """Jobs that start after one that has not ended."""
+        self._doomed: dict[JobId, None] = {}
+        """Jobs that can never start, as one that had to succeed before did not."""
         self._asked_to_leave: dict[tuple[NodeId, JobId], float] = {}
         """Jobs that were asked to leave, and until when."""
+        self._empties = admission.EmptyTwins()
         self._idle = threading.Event()
         self._idle.set()
 
@@ -160,20 +172,25 @@ class Scheduler:
         match event:
             case JobSubmitted(spec=spec, user=user):
                 self._jobs[job] = _Known(spec=spec, user=user, requests=self._requests_of(spec), queued_at=at)
+                for one in spec.after:
+                    self._dependents.setdefault(JobId(one.job), {})[job] = None
+                self._doom(job, spec)
             case JobQueued(spec=spec) if known is not None:
                 self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
                 self._happened(events.JobPaused(job=job, paused=False), at)
             case JobChanged(changes=changes) if known is not None:
                 self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
-            case JobAdmitted(placement=placement) if known is not None:
-                own = tuple((request, placement.gang(request.gang)) for request in known.requests)
+            case JobAdmitted(placement=placement, starts=starts) if known is not None:
+                requests = self._requests_of(started_spec(known.spec, starts))
+                own = tuple((request, placement.gang(request.gang)) for request in requests)
                 epoch = int(event.epoch)
                 known = replace(known, attempts=event.attempt, epoch=epoch, own=own, bundles=_bundles_of(own))
                 self._jobs[job] = replace(known, arrived=frozenset(), gone=frozenset())
-                self._happened(events.JobHolds(job=job, held=self._held(own)), at)
+                choice = self._choice(job, starts, requests)
+                self._happened(events.JobHolds(job=job, held=self._held(own), choice=choice), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
-                self._happened(events.JobWaits(job=job, wait=wait), at)
+                self._happened(events.ReasonGiven(job=job, wait=wait), at)
             case PreemptAsked(gang=str(gang)):
                 self._happened(events.StopRequested(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
@@ -191,7 +208,7 @@ class Scheduler:
                 self._granted(job, known, event, at)
             case GangWaits(gang=gang, reason=reason):
                 wait = Wait(reason=reason, text=event.text)
-                self._happened(events.JobWaits(job=row_of(job, gang), wait=wait), at)
+                self._happened(events.ReasonGiven(job=row_of(job, gang), wait=wait), at)
             case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
                 self._started(job, known, InstanceId(role, rank), node, at)
             case GangReleased(gang=gang, gone=gone) if known is not None:
@@ -208,8 +225,8 @@ class Scheduler:
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)
                 self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
-                if known is not None and _bundles_of(known.own) < known.bundles:
-                    self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # it asks for all of it again
+                if known is not None and _bundles_of(known.own) != known.bundles:
+                    self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
@@ -217,7 +234,9 @@ class Scheduler:
             case JobEnded():
                 self._forget_all(job, known, at)
                 self._jobs.pop(job, None)
+                self._doomed.pop(job, None)
                 self._happened(events.JobGone(job=job), at)
+                self._release_dependents(job, event, at)
             case _:
                 pass
 
@@ -225,8 +244,47 @@ class Scheduler:
         known = replace(known, requests=self._requests_of(known.spec))
         self._jobs[job] = known
         if known.queued:
-            ask = ask_of(job, known.spec, known.requests, user=known.user, queued_at=known.queued_at)
+            ask = self._ask_of(job, known.spec, known.user, known.queued_at)
             self._happened(events.JobArrived(ask=ask), at)
+
+    def _release_dependents(self, job: JobId, ended: JobEnded, at: float) -> None:
+        """A job ended: those that start after it have one less to wait for, or can never start."""
+        if ended.state is not JobState.SUCCEEDED:
+            self._unsuccessful[job] = ended
+        for other in self._dependents.pop(job, ()):
+            if (waiting := self._jobs.get(other)) is not None:
+                self._doom(other, waiting.spec)
+                self._learn(other, waiting, at)
+
+    def _doom(self, job: JobId, spec: JobSpec) -> None:
+        if any(self._failed(one) for one in spec.after):
+            self._doomed[job] = None
+
+    def _after(self, spec: JobSpec) -> tuple[JobId, ...]:
+        """The jobs that have not ended as a job asks in its ``after``."""
+        return tuple(JobId(one.job) for one in spec.after if one.job in self._jobs or self._failed(one))
+
+    def _failed(self, after: After) -> JobEnded | None:
+        """How a job ended that had to succeed and did not."""
+        return self._unsuccessful.get(JobId(after.job)) if after.when == "succeeded" else None
+
+    def _ends_of_doomed(self) -> list[tuple[JobId, Event]]:
+        """Ends of jobs that can never start, as one that had to succeed before did not."""
+        ends: list[tuple[JobId, Event]] = []
+        for job in self._doomed:
+            name, failed = next((one.job, end) for one in self._jobs[job].spec.after if (end := self._failed(one)))
+            text = f"{name} had to succeed first; it ended as {failed.state} ({failed.reason})"
+            reason = Reason.DEPENDENCY_FAILED
+            ends.append((job, JobEnded(state=final_state(reason), reason=reason, text=text)))
+        return ends
+
+    def _choice(self, job: JobId, starts: tuple[RoleStart, ...], requests: tuple[GangRequest, ...]) -> Choice | None:
+        """What a job was admitted as; the log counts, also where the choices are others by now."""
+        row = self.state.jobs.get(job)
+        if row is None or not row.ask.choices:
+            return None
+        known = (one for one in row.ask.choices if one.starts == starts)
+        return next(known, None) or Choice(shape=compile_shape(requests), starts=starts)
 
     def _asked(self, job: JobId, known: _Known, event: GangAsked) -> None:
         """A gang beside those of the admission: for the policies it is one more request of the same user and queue."""
@@ -324,12 +382,14 @@ class Scheduler:
         if not known.own:
             self._happened(events.JobPaused(job=job, paused=True), at)
             return
-        row, bundles = self.state.jobs[job], _bundles_of(known.own)
-        if len(row.ask.shape.slots) != bundles:
+        row, bundles, choice = self.state.jobs[job], _bundles_of(known.own), None
+        if row.ask.choices:
+            choice = Choice(shape=compile_shape(tuple(request for request, _ in known.own)))
+        elif len(row.ask.shape.slots) != bundles:
             requests = known.requests if bundles == known.bundles else tuple(request for request, _ in known.own)
             ask = replace(row.ask, shape=compile_shape(requests))
             self._happened(events.JobArrived(ask=ask), at)
-        self._happened(events.JobHolds(job=job, held=self._held(known.own)), at)
+        self._happened(events.JobHolds(job=job, held=self._held(known.own), choice=choice), at)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
         """A member that moved has left its first place, though others of its gang run on: no device is held there.
@@ -427,8 +487,8 @@ class Scheduler:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def wait_idle(self) -> None:
-        """Stand aside while the thread of the scheduler decides or explains: for long work of other threads."""
-        self._idle.wait(ASIDE_S)
+        """Wait while the thread of the scheduler decides or explains: for long work of other threads."""
+        self._idle.wait(IDLE_WAIT_S_MAX)
 
     @contextmanager
     def _at_work(self) -> Generator[None]:
@@ -438,7 +498,7 @@ class Scheduler:
         finally:
             self._idle.set()
 
-    def decide(self, now: float) -> Outcome:
+    def decide(self, now: float) -> SchedulingOutcome:
         """What should be appended now; ask again after applying it.
 
         Of the state only counts that are not those of the jobs are put right, and their nodes noted as suspects.
@@ -446,13 +506,13 @@ class Scheduler:
         with self._at_work():
             return self._decide(now)
 
-    def _decide(self, now: float) -> Outcome:
+    def _decide(self, now: float) -> SchedulingOutcome:
         broken = violations(self.state)
         if broken:  # counts that are not those of the jobs are repaired by counting anew
             self._rebuild(now)
         for row in overdrawn(self.state):
             self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
-        events: list[tuple[JobId, Event]] = []
+        events = self._ends_of_doomed()
         wake: list[float] = []
         decisions, refused = guarded(self.state, self.profile, now)
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
@@ -461,6 +521,8 @@ class Scheduler:
                 wake.append(decision.at)
                 continue
             job, gang = self._key_of(decision.job)
+            if job in self._doomed:
+                continue
             match decision:
                 case Admit(held=held) if gang is not None:
                     request = next(one for one in self._jobs[job].asks if one.gang == gang)
@@ -472,11 +534,8 @@ class Scheduler:
                     other, only = self._key_of(for_job)[0], gang if self._can_spare(job, gang) else None
                     if gang is None or job not in stopped:  # what a job holds beside stops with it
                         events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
-                case Admit(held=held, why=why):
-                    known = self._jobs[job]
-                    placement = self._placement(known.requests, held)
-                    attempt, epoch = known.attempts + 1, Epoch(known.epoch + 1)
-                    events.append((job, JobAdmitted(attempt=attempt, epoch=epoch, placement=placement, why=why)))
+                case Admit(held=held, choice=choice, why=why):
+                    events.append((job, self._admitted(job, held, choice, why)))
                 case WaitOn(wait=wait):
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
                 case Resize():
@@ -484,12 +543,18 @@ class Scheduler:
                         f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
                     )
         events += self._moves()
-        return Outcome(
+        return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),
             marks=tuple(self._suspects.values()),
-            broken=(*broken, *(f"{job}: {text}" for job, text in refused.items())),
+            broken=(*broken, *(f"{job}: {self.state.broken(text, job)}" for job, text in refused.items())),
         )
+
+    def _admitted(self, job: JobId, held: Allocations, choice: Choice | None, why: dict[str, object]) -> JobAdmitted:
+        known, starts = self._jobs[job], choice.starts if choice is not None else ()
+        placement = self._placement(self._requests_of(started_spec(known.spec, starts)), held)
+        attempt, epoch = known.attempts + 1, Epoch(known.epoch + 1)
+        return JobAdmitted(attempt=attempt, epoch=epoch, placement=placement, starts=starts, why=why)
 
     def _key_of(self, row: JobId) -> tuple[JobId, GangId | None]:
         return self.state.jobs[row].ask.key
@@ -515,7 +580,9 @@ class Scheduler:
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
         spares = self.profile.spares if spec.priority >= 0 else 0  # opportunistic work may lie on them
-        return admission.feasible(self.state, self._requests_of(spec), spec.queue, spares)
+        return admission.shape_feasible(
+            self._empties.of(self.state, spares), compile_shape(self._requests_of(spec)), spec.queue
+        )
 
     def find_queue(self, path: str) -> str | None:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
@@ -539,8 +606,21 @@ class Scheduler:
 
     def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.SchedulerExplanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""
-        ask = ask_of(JobId("(dry run)"), spec, self._requests_of(spec), user=user, queued_at=now)
-        return explain.explain_ask(self.state, self.profile, ask, now)
+        return self.explain_ask(self._ask_of(JobId("(dry run)"), spec, user, now), now)
+
+    def explain_ask(self, ask: JobAsk, now: float) -> explain.SchedulerExplanation:
+        """The same for what a job asks, or would ask if it were changed; the state is as it was afterwards."""
+        with self._at_work():
+            return explain.explain_ask(self.state, self.profile, ask, now)
+
+    def ask_with(self, job: JobId, spec: JobSpec) -> JobAsk:
+        """What a live job would ask with another spec, at its own place in the queue."""
+        known = self._jobs[job]
+        return self._ask_of(job, spec, known.user, known.queued_at)
+
+    def _ask_of(self, job: JobId, spec: JobSpec, user: str, queued_at: float) -> JobAsk:
+        ask = ask_of(job, spec, self._requests_of(spec), user=user, queued_at=queued_at)
+        return replace(ask, after=self._after(spec), choices=choices_of(spec, self._requests_of))
 
     # -- placements as values ----------------------------------------------------------------------------------------
 
@@ -608,27 +688,6 @@ def _ask_of_gang(job: JobId, known: _Known, request: GangRequest) -> JobAsk:
     row = row_of(job, request.gang)
     ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
     return replace(ask, part_of=job, gang=request.gang)
-
-
-DATA_LABEL = "rota.data"
-"""Job label: the data sets that the job reads, with commas between them."""
-
-
-def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
-    """What the scheduler needs to know of a job; opportunistic work always gives way, that of priority 100 never."""
-    labels = dict(spec.labels)
-    return JobAsk(
-        id=job,
-        shape=compile_shape(requests),
-        queue=spec.queue,
-        user=user,
-        priority=spec.priority,
-        queued_at=queued_at,
-        est_s=spec.time_limit_s,
-        grace_s=spec.grace_s,
-        preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
-        data=tuple(name for part in labels.get(DATA_LABEL, "").split(",") if (name := part.strip())),
-    )
 
 
 def queue_from_json(raw: Mapping[str, object]) -> Queue:

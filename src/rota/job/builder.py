@@ -28,6 +28,7 @@ from rota.job.workload import FLOW, F, interface_of
 from rota.spec import job as model
 from rota.spec.errors import BadInput
 from rota.spec.ids import NAME_PATTERN, RoleName
+from rota.spec.resources import Limits as SpecLimits
 from rota.spec.resources import Res as SpecRes
 from rota.spec.resources import parse_duration, parse_size
 
@@ -37,6 +38,11 @@ Replicas = int | tuple[int, int]
 def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
     """Resources of one instance; ``memory`` has a unit (``"2GiB"``). Raises ValueError for a bare number."""
     return SpecRes(cpus=cpus, gpus=gpus, gpu_type=gpu_type, memory_bytes=parse_size(memory))
+
+
+def Limits(*, processes: int = 0, files: int = 0, disk: str = "0B") -> SpecLimits:
+    """What one instance may use at most; 0: no limit; ``disk`` has a unit. Raises ValueError for a bare number."""
+    return SpecLimits(processes=processes, files=files, disk_bytes=parse_size(disk))
 
 
 def Fail(
@@ -144,8 +150,14 @@ class Job:
         for key in ("env", "labels"):
             if isinstance(fields.get(key), Mapping):
                 fields[key] = tuple(sorted(fields[key].items()))
+        given = fields.pop("after", ())
+        after = [given] if isinstance(given, str) or hasattr(given, "id") else given
         self.backend = backend
-        self._spec = model.JobSpec(name=name, roles=(), **fields)
+        self._spec = model.JobSpec(name=name, roles=(), after=tuple(map(_after, after)), **fields)
+
+    def __repr__(self) -> str:
+        roles = ", ".join(f"{one.name} x{one.replicas_min}" for one in self._spec.roles)
+        return f"Job({self._spec.name!r}{', ' if roles else ''}{roles})"
 
     def role(
         self,
@@ -238,7 +250,7 @@ class Job:
         self._spec = replace(self._spec, weights=(*self._spec.weights, edge))
 
     def spec(self) -> model.JobSpec:
-        """The finished value. Raises BadInput when there is no role or more than one loop."""
+        """The finished value. Raises BadInput without a role or with more than one loop."""
         loops = [role.name for role in self._spec.roles if role.is_loop]
         if not self._spec.roles:
             raise BadInput(f"job {self._spec.name!r} has no role")
@@ -288,12 +300,27 @@ class Job:
             hint = "instances import it: give it a name at the top of a module, or give an import path"
             raise BadInput(f"no import path leads to this {type(target).__name__}", hint=hint)
         file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" and file is not None and not Path(file).is_file():
+            file = None  # "<stdin>"
         if file is not None and self._spec.workdir is None:
             depth = 0 if module == "__main__" else module.count(".")
             self._spec = replace(self._spec, workdir=str(Path(file).absolute().parents[depth]))
+        if module == "__main__" and file is None:
+            hint = "put it in a file and import it from there; in a notebook: %%writefile roles.py, then import roles"
+            raise BadInput(f"{name} is defined in a notebook or on stdin, where no instance can import it", hint=hint)
         if module == "__main__" and file is not None:
             module = Path(file).stem
         return f"{module}:{name}"
+
+
+def _after(given: Any) -> model.After:
+    """One entry of ``after``: as it is in the spec, a text ``JOB`` or ``JOB:ended``, or the handle of a job."""
+    if isinstance(given, model.After):
+        return given
+    job, colon, when = str(getattr(given, "id", given)).partition(":")
+    if colon and when not in ("succeeded", "ended"):
+        raise BadInput(f"after: {given!r} is not JOB, JOB:ended or JOB:succeeded")
+    return model.After(job=job, when="ended" if when == "ended" else "succeeded")
 
 
 def _sizes(name: str, n: Replicas | None, mesh: Mapping[str, int | str]) -> model.Sizes:

@@ -8,6 +8,7 @@ the state in memory: files are read when that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -17,7 +18,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
-from rota.runtime import environ
+from rota.runtime import directory, environ
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.directory import Directory
 from rota.runtime.environ import Home
 from rota.runtime.redis import server
 from rota.spec.codec import JsonObject
@@ -34,17 +37,20 @@ from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
 from rota.spec.reasons import Reason
 from rota.spec.resources import parse_duration
+from rota.tensors import transport
 from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
 from rota.tensors.core import Tensor
+from rota.tensors.reader import Snapshot
 from rota.tensors.session import shm_root
 
 Outline = None | str | int | float | bool | JsonObject
 """What ``flatten`` leaves of a state: a value as it is, or a JSON object in the place of what holds others."""
-SHADOWS_KEPT = 2
-"""The commit being made and the one before it: until the log has the newer one, the older is the truth."""
 WEIGHTS_KEPT = 3
 WAIT_S = 20.0
+SERVER_START_S = 8.0
+"""A copy waits for this long until a machine of the job has a tensor server, which takes some seconds to start."""
+_SERVER_LOOK_S = 0.1
 
 
 class StateLost(TensorError):
@@ -61,17 +67,28 @@ def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
     label = f"{job}/{instance}"
     plane = tensors.connect(label=label, epoch=epoch, keep=True)
     plane.fence(label, epoch)
+    if directory.current() is not None:  # other machines will ask; its start takes a while
+        threading.Thread(target=_serve, args=(plane,), name="rota-store", daemon=True).start()
     return plane
 
 
-def opened(job: JobId) -> Plane:
-    """The tensor store of this process, to read what others have published."""
-    return tensors.connect(label=job, keep=True)
+def _serve(plane: Plane) -> None:
+    """Start the tensor server of this machine unless it runs; who needs it tries again."""
+    try:
+        transport.own_store(plane)
+    except (NotReachable, OSError) as error:
+        sys.stderr.write(f"{error}\n")
 
 
-def drop(job: JobId, home: str) -> None:
-    """Give back everything the job has published; harmless when there is nothing."""
-    tensors.connect(home=home, keep=True).drop_label(job)
+def serve() -> None:
+    """Let this machine take copies of the state of other ones; harmless when it does already. Blocks."""
+    if directory.current() is not None:
+        _serve(opened())
+
+
+def opened() -> Plane:
+    """The tensor store of this process, to read what others have published; who publishes here stays as it is."""
+    return tensors.connect(keep=True)
 
 
 def in_use(home: str) -> bool:
@@ -81,11 +98,12 @@ def in_use(home: str) -> bool:
 
 
 def give_back(job: JobId, home: str) -> None:
-    """``drop`` at the end of a job: a registry that is gone, or was never there, has nothing left of it."""
+    """Give back everything the job has published, at its end; a registry that is gone has nothing left of it."""
+    transport.everywhere({"op": "drop", "label": job})
     if not in_use(home):
         return
     try:
-        drop(job, home)
+        tensors.connect(home=home, keep=True).drop_label(job)
     except (NotReachable, TensorError) as error:
         sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
 
@@ -152,18 +170,18 @@ def rebuild(outline: Outline, held: Mapping[str, Tensor]) -> object:
     return tuple(rebuild(item, held) for item in outline["u"])
 
 
-def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: object) -> int:
-    """Publish the state of commit ``n``; returns its bytes."""
+def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: object, kept: int = 2) -> int:
+    """Publish the state of commit ``n``, of which the ``kept`` newest stay; returns its bytes."""
     outline, parts = flatten(state)
     plane.publish_group(
         shadow_name(job, instance),
         parts,
         step=n,
-        retain=SHADOWS_KEPT,
+        retain=kept,
         epoch=epoch,
         meta={"outline": outline, "torch": any(is_torch(part) for part in parts.values())},
     )
-    return sum(_bytes(tensor) for tensor in parts.values())
+    return sum(int(tensor.nbytes) for tensor in parts.values())
 
 
 def epoch_of(plane: Plane, job: JobId, instance: InstanceId, n: int) -> int:
@@ -174,14 +192,55 @@ def epoch_of(plane: Plane, job: JobId, instance: InstanceId, n: int) -> int:
         return 0
 
 
-def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> object:
-    """The state of commit ``n``. Raises StateLost when it is gone."""
+def copy(plane: Plane, job: JobId, instance: InstanceId, n: int, hosts: Sequence[str]) -> tuple[str, int]:
+    """Let another machine have the state of commit ``n``, one of ``hosts`` if it can; its host, the epoch of the state.
+
+    Those after the own one in the order of names are asked first, so that of many machines each has one other's.
+    Raises StateLost when memory does not have it, NotReachable when no machine takes it.
+    """
+    name, known = shadow_name(job, instance), directory.current()
+    if (epoch := epoch_of(plane, job, instance, n)) == 0:
+        raise StateLost(f"the state of {instance} at commit {n} is gone")
+    others = _others(known, hosts) if known is not None else set[str]()
+    said: list[str] = []
+    for host in sorted(others, key=lambda one: (one not in hosts, known is not None and one < known.host, one)):
+        try:
+            transport.replicate(plane, name, host, step=n, epoch=epoch, wait_s=WAIT_S)
+        except (OSError, NotReachable, TensorError) as error:
+            said.append(f"{host}: {error}")
+        else:
+            return host, epoch
+    raise NotReachable("; ".join(said) or "no other machine has a tensor server")
+
+
+def _others(known: Directory, hosts: Sequence[str]) -> set[str]:
+    """Other machines with a tensor server; at the start of a job those of its ``hosts`` may be about to have one."""
+    clock = SystemClock()
+    until_s = clock.monotonic_s() + SERVER_START_S
+    while True:
+        found = {one for one in known.stores(fresh=True) if one != known.host}
+        if found or set(hosts) <= {known.host} or clock.monotonic_s() >= until_s:
+            return found
+        blocking_sleep(_SERVER_LOOK_S)
+
+
+def load(plane: Plane, job: JobId, instance: InstanceId, n: int, source: tuple[str, int] = ("", 0)) -> object:
+    """The state of commit ``n``, from another machine if ``source`` (host, epoch) names one. Raises StateLost."""
+    (host, epoch), name = source, shadow_name(job, instance)
+
+    def get(form: str) -> Snapshot:
+        if not host:
+            return plane.get_group(name, step=n, as_=form)
+        return transport.pull(plane, name, step=n, epoch_min=epoch, near=host, wait_s=WAIT_S, as_=form)
+
     try:
-        found = plane.get_group(shadow_name(job, instance), step=n, as_=_form())
+        if host:  # by the tensor server: what this instance publishes itself must not be of an older epoch
+            transport.bring(plane, name, step=n, epoch=epoch, near=host, wait_s=WAIT_S)
+        found = get(_form())
         if found.meta["torch"] and _form() != "torch":
             importlib.import_module("torch")
-            found = plane.get_group(shadow_name(job, instance), step=n, as_="torch")
-    except TensorError as error:
+            found = get("torch")
+    except (TensorError, NotReachable, OSError) as error:
         raise StateLost(f"the state of {instance} at commit {n} is gone: {error}") from error
     return rebuild(found.meta["outline"], found)
 
@@ -190,26 +249,29 @@ def publish(plane: Plane, job: JobId, edge: str, n: int, epoch: Epoch, weights: 
     """Publish version ``n`` of a weights edge as one group: readers see all of it or none."""
     owned = {name: _detached(tensor) for name, tensor in weights.items()}
     plane.publish_group(weights_name(job, edge), owned, step=n, retain=WEIGHTS_KEPT, epoch=epoch)
+    transport.own_store(plane)
 
 
 def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, Tensor] | None:
-    """What was published with commit ``n``, if memory has it."""
+    """What was published with commit ``n``, if the memory of any machine has it."""
     try:
-        return plane.get_group(weights_name(job, edge), step=n, as_=_form())
-    except TensorError:
+        return transport.pull(plane, weights_name(job, edge), step=n, wait_s=0.0, as_=_form())
+    except (TensorError, NotReachable, OSError):
         return None
 
 
-def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Tensor]:
-    """The tensors of (epoch of the writer, n), read in place. Raises TensorError when they do not come in time.
+def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int], host: str = "") -> Mapping[str, Tensor]:
+    """The tensors of (epoch of the writer, n), read in place, from machine ``host`` if this one has them not.
 
-    A newer epoch that published step ``n`` did so again, after a rollback to it.
+    A newer epoch that published step ``n`` did so again, after a rollback to it. Raises TensorError when they do not
+    come in time.
     """
     epoch, n = version
-    found = plane.get_group(weights_name(job, edge), step=n, wait_s=WAIT_S, as_=_form())
-    if found.epoch < epoch:
-        raise TensorError(f"{weights_name(job, edge)} step {n} is of epoch {found.epoch}, not {epoch}")
-    return found
+    try:
+        name = weights_name(job, edge)
+        return transport.pull(plane, name, step=n, epoch_min=epoch, near=host, wait_s=WAIT_S, as_=_form())
+    except (NotReachable, OSError) as error:
+        raise TensorError(f"{weights_name(job, edge)} step {n}: {error}") from error
 
 
 def _form() -> str:
@@ -231,10 +293,6 @@ def _own(tensor: Tensor, *, torch: bool) -> Tensor:
     if torch:
         return tensor.clone()
     return np.array(tensor.numpy() if is_torch(tensor) else tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.nbytes)
 
 
 AUTO_MIN_S, AUTO_MAX_S = 60.0, 3600.0
@@ -341,12 +399,24 @@ def write(folder: Path, owner: InstanceId | str, state: object) -> int:
 
 def find(root: Path, owner: InstanceId | str, n: int) -> Path | None:
     """The file of an instance or a weights edge at commit ``n``, of the newest epoch that has one."""
-    found = [
-        (int(match.group(2)), path)
-        for path in (root.iterdir() if root.is_dir() else ())
-        if (match := _FOLDER.match(path.name)) and int(match.group(1)) == n and file_of(path, owner).exists()
-    ]
-    return file_of(max(found)[1], owner) if found else None
+    files = (file_of(folder, owner) for number, _, folder in reversed(_folders(root)) if number == n)
+    return next((file for file in files if file.exists()), None)
+
+
+def _folders(root: Path) -> list[tuple[int, int, Path]]:
+    """Commit, loop epoch and folder of the checkpoints in ``root``, in order."""
+    found = ((_FOLDER.match(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
+
+
+def link(source: Path, target: Path, n: int) -> None:
+    """Let ``target`` have the files of commit ``n`` of ``source``, too: the same files, which never change. Blocks."""
+    for folder in (path for path in source.iterdir() if (match := _FOLDER.match(path.name)) and int(match[1]) == n):
+        there = target / folder.name
+        there.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*.state"):
+            with contextlib.suppress(FileExistsError):
+                os.link(file, there / file.name)
 
 
 def read(path: Path) -> object:
@@ -362,8 +432,12 @@ def read(path: Path) -> object:
         return rebuild(json.loads(str(kept["outline"])), parts)
 
 
-def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int) -> object:
+def restored(
+    plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int, *, source: tuple[str, int] = ("", 0)
+) -> object:
     """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it.
+
+    ``source`` is the machine whose memory has it, and the epoch of it there; else it is the own one.
 
     What lies in memory since before a rollback has the number of a later commit, but an older epoch: then the file.
     """
@@ -371,7 +445,7 @@ def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int)
     if path is not None and epoch_of(plane, job, instance, n) < _epoch_of(path):
         return read(path)
     try:
-        return load(plane, job, instance, n)
+        return load(plane, job, instance, n, source)
     except StateLost:
         if path is None:
             raise
@@ -398,16 +472,8 @@ def keep(plane: Plane, job: JobId, owner: InstanceId | str, n: int, folder: Path
 
 def prune(root: Path, keep: int, newest: int) -> None:
     """Remove all but the ``keep`` newest checkpoints up to commit ``newest``, and those that a rollback took back."""
-    found = sorted(
-        (
-            (int(match.group(1)), int(match.group(2)), path)
-            for path in root.iterdir()
-            if (match := _FOLDER.match(path.name))
-        ),
-        reverse=True,
-    )
     kept: list[int] = []
-    for n, _, path in found:
+    for n, _, path in reversed(_folders(root)):
         if n <= newest and n not in kept and len(kept) < keep:
             kept.append(n)
         else:

@@ -23,6 +23,7 @@ from rota.spec.check import nearest
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.job import DRAIN, Interface
+from rota.spec.user_code import UserCode
 
 MOVED = {DRAIN: "rota.job.instance.streams:drain"}
 """Import paths that stored jobs name, and where their objects are now."""
@@ -91,10 +92,10 @@ def inspect_all(workloads: Mapping[str, str]) -> dict[str, Inspection]:
     """The answer for every role, errors included."""
     found: dict[str, Inspection] = {}
     for role, path in workloads.items():
-        try:
+        with UserCode() as imported:
             found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
-            text, trace = error_summary(error)
+        if imported.failed:
+            text, trace = error_summary(imported.take())
             found[role] = {"error": text, "traceback": trace}
     return found
 

@@ -19,11 +19,14 @@ PRIVATE = (DB_URL, TOKEN)
 """What is the service's own; they may hold a password."""
 SERVICE = "ROTA_SERVICE"
 """The home whose service started this process or one above it: so it is found when the records in the home are gone."""
+INSTALLATION = "ROTA_INSTALLATION"
+"""Id of the installation of a master on an engine that others run: a machine without its home has files of its own."""
 # set for every instance of a job
 JOB = "ROTA_JOB"
 ROLE = "ROTA_ROLE"
 INSTANCE = "ROTA_INSTANCE"
 EPOCH = "ROTA_EPOCH"
+NODE = "ROTA_NODE"
 
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600
@@ -44,14 +47,15 @@ def export(name: str, value: str) -> None:
 def exported(values: Mapping[str, str | None]) -> Iterator[None]:
     """Variables of this process and of the children it starts meanwhile; None takes one away."""
     before = {name: os.environ.get(name) for name in values}
-    _set(values)
+    set_variables(values)
     try:
         yield
     finally:
-        _set(before)
+        set_variables(before)
 
 
-def _set(values: Mapping[str, str | None]) -> None:
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set variables of this process; None takes one away."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -93,6 +97,25 @@ class JobDirs:
     @property
     def output(self) -> Path:
         return self.root / "output"
+
+    @property
+    def code(self) -> Path:
+        """The unpacked code, on a machine that does not see the home of the service."""
+        return self.root / "code"
+
+    @property
+    def code_lock(self) -> Path:
+        """Held by every process that works in ``code``."""
+        return self.root / "code.lock"
+
+    @property
+    def code_name(self) -> Path:
+        """File with the digest of the archive of its code, on the machine of the service."""
+        return self.root / "code.digest"
+
+    def breach(self, instance: str, pid: int) -> Path:
+        """What the process of an instance used above its limits; there only when it was ended for that."""
+        return self.root / "limits" / f"{instance.replace('/', '-')}-{pid}.json"
 
     def make(self) -> JobDirs:
         """Create the folders, readable by their owner alone."""
@@ -142,12 +165,37 @@ class Home:
         return self.root / "run"
 
     @property
+    def last_up(self) -> Path:
+        """Where the service was asked to listen when it was started last."""
+        return self.root / "last-up.json"
+
+    @property
+    def joined_machines(self) -> Path:
+        """Names of the machines that joined, and whose they are."""
+        return self.root / "machines.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
     @property
     def jobs(self) -> Path:
         return self.root / "jobs"
+
+    @property
+    def snapshot(self) -> Path:
+        """What the service folded from the event log up to some record; made anew when it is missing."""
+        return self.root / "cache" / "snapshot"
+
+    @property
+    def code_archives(self) -> Path:
+        """Archives of code by their digest."""
+        return self.root / "cache" / "code"
+
+    @property
+    def hardware(self) -> Path:
+        """Calibrated descriptions for the planner: one file a device type."""
+        return self.root / "hardware"
 
     def job(self, job: str) -> JobDirs:
         """The folders of one job; ids hold no path separator. Raises ValueError for anything else."""

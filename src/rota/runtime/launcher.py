@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
-from rota.spec.resources import Res
+from rota.spec.resources import Limits, Res
 
 _NO_NODE = NodeId("")
 
@@ -69,6 +69,8 @@ class InstanceSpec:
     node: NodeId = _NO_NODE
     devices: tuple[int, ...] = ()
     res: Res
+    limits: Limits = field(default_factory=Limits)
+    packages: tuple[str, ...] = ()
     workdir: str = ""
     log_path: str = ""
 
@@ -92,6 +94,10 @@ class Handle:
     node: NodeId
     pid: int
     start_time: float = 0.0
+    address: str = ""
+    """Where it is called from other machines, ``host:port``; empty when none can."""
+    breach: str = ""
+    """File on its machine that says which limit it exceeded, once it was ended for that; empty without limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessDied:
-    """A started process is gone. ``exit_code`` and ``signal`` when known, ``out_of_memory`` if that ended it."""
+    """A started process is gone. ``exit_code`` and ``signal`` when known, ``out_of_memory`` if that ended it.
+
+    ``exceeded`` says which limit of its role it was ended for, with both figures; empty when it was for none.
+    """
 
     name: str
     job: JobId
@@ -130,6 +139,7 @@ class ProcessDied:
     exit_code: int | None = None
     signal: int | None = None
     out_of_memory: bool = False
+    exceeded: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +160,13 @@ class ReserveFailed(Exception):
 class ProcessGone(Exception):
     """The process of a handle does not exist any more, so the call had no effect or an unknown one (``started``).
 
-    ``node_died``: its node went with it.
+    ``node_died``: its node went with it. ``unsure``: only the connection broke; the process may live, and the same call
+    may be sent again to one that knows it by its number.
     """
 
-    def __init__(self, message: str, *, started: bool = True, node_died: bool = False) -> None:
+    def __init__(self, message: str, *, started: bool = True, node_died: bool = False, unsure: bool = False) -> None:
         super().__init__(message)
-        self.started, self.node_died = started, node_died
+        self.started, self.node_died, self.unsure = started, node_died, unsure
 
 
 class CallTimeout(Exception):
@@ -228,6 +239,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def hang_up(self, handle: Handle) -> None:
+        """Wait no more for a process that its master has given up: open calls to it raise ProcessGone. Any thread."""
+        ...
+
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         """Ask the process to end (its ``stop()`` control method), then force; returns when the process is gone."""
         ...
@@ -245,7 +260,9 @@ class Launcher(Protocol):
         ...
 
 
-def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:
+def handle_of(
+    name: str, *, pid: int = 0, start_time: float = 0.0, node: str = "", address: str = "", breach: str = ""
+) -> Handle:
     """The handle of an instance or master from its name. Raises ValueError for any other name."""
     job, _, rest = name.partition("/")
     if rest == "master":
@@ -261,6 +278,8 @@ def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:
         node=NodeId(node),
         pid=pid,
         start_time=start_time,
+        address=address,
+        breach=breach,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import ipaddress
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from rota.runtime import process
+from rota.runtime.topology import SOCKETS_LABEL, numa_nodes, sockets_of
 from rota.spec.ids import NodeId
 from rota.spec.resources import CORES_LABEL, Device, Node, parse_size
 
@@ -23,6 +25,8 @@ LOCAL_HOST = "local"
 CPUS_MIN = 16.0
 """Cores are time-shared on one machine, so that a job of a handful of roles fits a laptop."""
 FAKE_VARIABLE = "ROTA_FAKE_DEVICES"
+GPUS_MAX_VARIABLE = "ROTA_GPUS_MAX"
+"""Variable with the number of devices of this machine that may be used, as ``rota join --gpus`` gave it."""
 _FAKE = re.compile(r"^(\d+)x([A-Za-z0-9_.-]+)(?::(\S+))?$")
 NODE_ADDRESS = "ROTA_NODE_ADDRESS"
 """Variable with the address at which processes on other machines reach those of this one."""
@@ -43,8 +47,14 @@ def local_node(host: str = LOCAL_HOST) -> Node:
         cpus=max(CPUS_MIN, cores),
         memory_bytes=psutil.virtual_memory().total,
         devices=local_devices(),
-        labels=(("arch", platform.machine()), *shared),
+        labels=(("arch", platform.machine()), *shared, *_sockets()),
     )
+
+
+def _sockets() -> tuple[tuple[str, str], ...]:
+    """How many sockets the devices lie on, where they lie on several in order."""
+    sockets = 1 if FAKE_VARIABLE in os.environ else sockets_of(numa_nodes(bus_addresses()))
+    return ((SOCKETS_LABEL, str(sockets)),) if sockets > 1 else ()
 
 
 def group_backend() -> str:
@@ -86,10 +96,12 @@ def _quota(group: Path) -> float:
 def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
     """Devices of this machine in the order of their bus addresses; those of ``ROTA_FAKE_DEVICES`` if it is set.
 
-    Raises ValueError when the variable has another form than ``COUNTxTYPE[:MEMORY]``, for example ``4xH100:80GiB``.
+    The first ``ROTA_GPUS_MAX`` of them if that is set. Raises ValueError when the former variable has another form than
+    ``COUNTxTYPE[:MEMORY]``, for example ``4xH100:80GiB``.
     """
-    fake = environment.get(FAKE_VARIABLE)
-    return nvidia_devices() if fake is None else fake_devices(fake)
+    fake, most = environment.get(FAKE_VARIABLE), environment.get(GPUS_MAX_VARIABLE)
+    found = nvidia_devices() if fake is None else fake_devices(fake)
+    return found[: int(most)] if most else found
 
 
 def fake_devices(text: str) -> tuple[Device, ...]:
@@ -111,6 +123,29 @@ def own_names() -> frozenset[str]:
     return frozenset(one.lower() for one in (*addresses, name, name.partition(".")[0]))
 
 
+def host_name() -> str:
+    """Short name of this machine, as a label in Ray's table may be."""
+    name = socket.gethostname().partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:63].strip("-_") or "machine"
+
+
+def machine_identity() -> str:
+    """Twelve digits of this boot and network namespace: two raylets with one host name run on one machine, or not."""
+    try:
+        network = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        network = ""
+    return hashlib.sha256(f"{process.boot_id()} {network}".encode()).hexdigest()[:12]
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address from which this machine sends to another one. Raises OSError without a route or such a name."""
+    family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
 def network_environment(address: str) -> dict[str, str]:
     """Variables of a process on a machine that others reach at ``address``, an IPv4 or IPv6 address.
 
@@ -128,7 +163,7 @@ def nvidia_devices(root: Path = _NVIDIA) -> tuple[Device, ...]:
     """
     if not root.is_dir():
         return ()
-    memory = {uuid: int(float(mib)) * _MIB for uuid, mib in _query("uuid", "memory.total")}
+    memory = {uuid: int(float(mib)) * _MIB for uuid, mib in nvidia_rows("uuid", "memory.total")}
     found: list[Device] = []
     for index, folder in enumerate(sorted(root.iterdir())):
         fields = _fields(folder / "information")
@@ -143,7 +178,7 @@ def memory_errors() -> dict[int, int]:
 
     Blocks up to 10 s. Devices that do not count (no ECC) are left out.
     """
-    rows = _query("index", "ecc.errors.uncorrected.volatile.total") if _NVIDIA.is_dir() else []
+    rows = nvidia_rows("index", "ecc.errors.uncorrected.volatile.total") if _NVIDIA.is_dir() else []
     return {int(index): int(count) for index, count in rows if count.isdigit()}
 
 
@@ -158,7 +193,8 @@ def bus_addresses(root: Path = _NVIDIA) -> tuple[str, ...]:
     return tuple(sorted(one.name.partition(".")[0].lower() for one in root.iterdir())) if root.is_dir() else ()
 
 
-def _query(*fields: str) -> list[list[str]]:
+def nvidia_rows(*fields: str) -> list[list[str]]:
+    """What ``nvidia-smi``, which asks NVML, prints of these fields: a row a device; none without it. Blocks 10 s."""
     command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     text = process.output_of(command, timeout_s=_QUERY_S) or ""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 BLOCK_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
@@ -31,6 +32,49 @@ class LogLine:
     epoch: int
     stream: str
     text: str
+    node: str = ""
+    """The machine that has the line; empty where the reader has it itself."""
+
+
+class LogFile(Protocol):
+    """The log of one instance, wherever it lies; ``node`` as in ``LogLine``. Raises OSError when it cannot be read."""
+
+    @property
+    def instance(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+    def size(self) -> int:
+        """Bytes that are there now; 0 without a file."""
+        ...
+
+    def read(self, offset: int, count: int) -> bytes:
+        """At most ``count`` bytes; fewer at the end, and where one read gives no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLog:
+    """A log on this machine."""
+
+    path: Path
+    node: str = ""
+
+    @property
+    def instance(self) -> str:
+        return instance_of(self.path)
+
+    def size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def read(self, offset: int, count: int) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                return os.pread(file.fileno(), count, offset)
+        except FileNotFoundError:
+            return b""
 
 
 def log_name(role: str, rank: int) -> str:
@@ -55,56 +99,45 @@ def log_files(folder: Path, *, role: str = "", rank: int | None = None) -> dict[
     }
 
 
-def read_lines(path: Path, offset: int, *, bytes_max: int = 4 * 2**20) -> list[LogLine]:
+def read_lines(log: Path | LogFile, offset: int, *, bytes_max: int = 4 * 2**20) -> list[LogLine]:
     """Whole lines from ``offset`` on, at most about ``bytes_max``; a last line without its end is left for later."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(bytes_max)
-    except FileNotFoundError:
-        return []
+    log = _log(log)
+    data = log.read(offset, bytes_max)
     end = data.rfind(b"\n") + 1
     if not end and len(data) >= LINE_BYTES_MAX:
         end = len(data)  # one endless line: hand it out in pieces
-    return list(_parse(instance_of(path), data[:end], offset))
+    return list(_parse(log, data[:end], offset))
 
 
-def tail_lines(path: Path, count: int) -> list[LogLine]:
+def tail_lines(log: Path | LogFile, count: int) -> list[LogLine]:
     """The last ``count`` lines, read from the end."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return []
-    start, data = size, b""
-    with path.open("rb") as file:
-        while start > 0 and data.count(b"\n") <= count:
-            step = min(BLOCK_BYTES, start)
-            start -= step
-            file.seek(start)
-            data = file.read(step) + data
+    log = _log(log)
+    start, data = log.size(), b""
+    while start > 0 and data.count(b"\n") <= count:
+        step = min(BLOCK_BYTES, start)
+        start -= step
+        data = log.read(start, step) + data
     if start > 0:  # the first piece is a part of a line
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
     data = data[: data.rfind(b"\n") + 1]
-    return list(_parse(instance_of(path), data, start))[-count:] if count else []
+    return list(_parse(log, data, start))[-count:] if count else []
 
 
-def find_offset(path: Path, since: float) -> int:
+def find_offset(log: Path | LogFile, since: float) -> int:
     """Where the first line at or after ``since`` begins, by bisection over blocks."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return 0
-    with path.open("rb") as file:
-        low, high = 0, size // BLOCK_BYTES
-        while low < high:
-            middle = (low + high + 1) // 2
-            ts = _first_stamp(file.fileno(), middle * BLOCK_BYTES)
-            low, high = (low, middle - 1) if ts is None or ts >= since else (middle, high)
+    log = _log(log)
+    size = log.size()
+    low, high = 0, size // BLOCK_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        ts = _first_stamp(log, middle * BLOCK_BYTES)
+        low, high = (low, middle - 1) if ts is None or ts >= since else (middle, high)
     offset = low * BLOCK_BYTES
-    if offset:
-        offset += _line_start(path, offset)  # the block begins inside a line
-    while lines := read_lines(path, offset):
+    if offset:  # the block begins inside a line
+        head = log.read(offset, LINE_BYTES_MAX)
+        offset += head.find(b"\n") + 1 or len(head)
+    while lines := read_lines(log, offset):
         for line in lines:
             if line.ts >= since:
                 return line.offset
@@ -112,14 +145,12 @@ def find_offset(path: Path, since: float) -> int:
     return size
 
 
-def _line_start(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return len(file.readline(LINE_BYTES_MAX))
+def _log(log: Path | LogFile) -> LogFile:
+    return LocalLog(log) if isinstance(log, Path) else log
 
 
-def _first_stamp(fd: int, offset: int) -> float | None:
-    data = os.pread(fd, 2 * BLOCK_BYTES, offset)
+def _first_stamp(log: LogFile, offset: int) -> float | None:
+    data = log.read(offset, 2 * BLOCK_BYTES)
     for raw in data.split(b"\n")[1:]:
         stamp = raw.split(b" ", 1)[0].decode(errors="replace")
         if (ts := _wall(stamp)) is not None:
@@ -132,18 +163,27 @@ def merge(files: Iterable[list[LogLine]]) -> Iterator[LogLine]:
     return heapq.merge(*files, key=lambda line: line.ts)
 
 
-def follow_batch(files: Mapping[str, Path], offsets: dict[str, int]) -> list[LogLine]:
-    """What was written since ``offsets``, merged; the offsets are moved on."""
+def follow_batch(files: Mapping[str, Path | LogFile], offsets: dict[str, int]) -> list[LogLine]:
+    """What was written since ``offsets``, merged; the offsets are moved on. A file that cannot be read is left out."""
     batches = []
-    for instance, path in files.items():
-        lines = read_lines(path, offsets.get(instance, 0))
+    for key, log in files.items():
+        try:
+            lines = read_lines(log, offsets.get(key, 0))
+        except OSError:
+            continue
         if lines:
-            offsets[instance] = lines[-1].end
+            offsets[key] = lines[-1].end
             batches.append(lines)
     return list(merge(batches))
 
 
-def _parse(instance: str, data: bytes, offset: int) -> Iterator[LogLine]:
+def key_of(line: LogLine | LogFile) -> str:
+    """The file of a line: ``role/rank``, and ``@node`` where another machine has it."""
+    return f"{line.instance}@{line.node}" if line.node else line.instance
+
+
+def _parse(log: LogFile, data: bytes, offset: int) -> Iterator[LogLine]:
+    instance, node = log.instance, log.node
     ts, attempt, epoch = 0.0, 0, 0
     for raw in io.BytesIO(data):
         end = offset + len(raw)
@@ -159,7 +199,15 @@ def _parse(instance: str, data: bytes, offset: int) -> Iterator[LogLine]:
                 stream, _, text = rest.partition(" ")
                 stream = _STREAM_NAMES.get(stream, stream)
         yield LogLine(
-            instance=instance, offset=offset, end=end, ts=ts, attempt=attempt, epoch=epoch, stream=stream, text=text
+            instance=instance,
+            offset=offset,
+            end=end,
+            ts=ts,
+            attempt=attempt,
+            epoch=epoch,
+            stream=stream,
+            text=text,
+            node=node,
         )
         offset = end
 

@@ -15,13 +15,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rota.runtime import process
 from rota.runtime.clock import Clock, blocking_sleep
-from rota.runtime.process import ProcessId, Usage
+from rota.runtime.process import ProcessId
 
 LOOK_S = 1.0
 """Between two looks at a process."""
@@ -53,11 +52,6 @@ class HangWatch:
         if self._silent >= SILENT_LOOKS:
             return f"gave no answer for {SILENT_LOOKS * LOOK_S:.0f} s and used no processor"
         return ""
-
-    @property
-    def suspected(self) -> bool:
-        """True when the last look found it stopped, or silent and idle."""
-        return self._stopped + self._silent > 0
 
     def _wants(self) -> bool:
         demand, now_s = process.demand_of(self.which), time.monotonic()
@@ -128,50 +122,29 @@ _ASKED_S = 0.5
 """A process writes its stacks within milliseconds; a busy machine takes longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSample:
-    """Load of one process since the sample before: cores in use (1.0 = one whole core), resident bytes, threads."""
-
-    process: ProcessId
-    cpus: float
-    rss_bytes: int
-    threads: int
-
-
-class Sampler:
-    """Turns counters into rates; the first sample of a process covers the time since its start."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = dict[ProcessId, tuple[float, Usage]]()
-
-    def processes(self, which: Iterable[ProcessId]) -> tuple[ProcessSample, ...]:
-        """The load of these processes alone; those that are gone are left out."""
-        found = [sample for each in which if (sample := self._process(each)) is not None]
-        alive = {sample.process for sample in found}
-        self._last = {known: value for known, value in self._last.items() if known in alive}
-        return tuple(found)
-
-    def _process(self, which: ProcessId) -> ProcessSample | None:
-        usage, now_s = process.usage_of(which), self._clock.monotonic_s()
-        if usage is None:
-            return None
-        before_s, before = self._last.get(which, (which.start_time, Usage(cpu_s=0.0, rss_bytes=0, threads=0)))
-        self._last[which] = (now_s, usage)
-        cpus = max(0.0, usage.cpu_s - before.cpu_s) / max(now_s - before_s, 1e-3)
-        return ProcessSample(process=which, cpus=cpus, rss_bytes=usage.rss_bytes, threads=usage.threads)
-
-
 class Load:
-    """Cores and memory that this process and everything below it use, between two readings."""
+    """Cores and memory that a process and everything below it use, between two readings.
 
-    def __init__(self, clock: Clock) -> None:
-        self._sampler, self._own = Sampler(clock), process.own_id()
+    The first reading of a process covers the time since its start.
+    """
+
+    def __init__(self, clock: Clock, root: ProcessId) -> None:
+        self._clock, self._root = clock, root
+        self._before = dict[ProcessId, tuple[float, float]]()
 
     def read(self) -> dict[str, float]:
-        """``cpus`` since the reading before and ``rss_bytes`` now; some 30 us a process."""
-        found = self._sampler.processes((self._own, *process.descendants(self._own)))
-        return {"cpus": round(sum(one.cpus for one in found), 3), "rss_bytes": sum(one.rss_bytes for one in found)}
+        """``cpus`` since the reading before (1.0 = one whole core) and ``rss_bytes`` now; some 30 us a process."""
+        cpus, rss_bytes, seen = 0.0, 0, dict[ProcessId, tuple[float, float]]()
+        for which in (self._root, *process.descendants(self._root)):
+            usage, now_s = process.usage_of(which), self._clock.monotonic_s()
+            if usage is None:
+                continue
+            before_s, cpu_s = self._before.get(which, (which.start_time, 0.0))
+            cpus += max(0.0, usage.cpu_s - cpu_s) / max(now_s - before_s, 1e-3)
+            rss_bytes += usage.rss_bytes
+            seen[which] = now_s, usage.cpu_s
+        self._before = seen
+        return {"cpus": round(cpus, 3), "rss_bytes": rss_bytes}
 
 
 def stacks_of(which: ProcessId) -> str:

@@ -23,7 +23,8 @@ from typing import TypedDict
 
 import psutil
 
-from rota.spec.codec import JsonObject
+from rota.spec.codec import JsonValue
+from rota.spec.errors import TimedOut
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -45,7 +46,7 @@ class ProcessId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessRecord:
+class ProcessRecord(JsonValue):
     """What is written to disk about a long child, so that whoever comes after a crash can adopt or end it."""
 
     name: str
@@ -93,7 +94,7 @@ def machine_id() -> str:
 
 
 def start_time_of(pid: int) -> float | None:
-    """Start time in seconds since boot, or None when there is no such process (a zombie still has one)."""
+    """Start time in seconds since boot, or None when it does not exist (a zombie still has one)."""
     stat = _stat_of(pid)
     return None if stat is None else int(stat[19]) / _TICKS_PER_S
 
@@ -314,6 +315,38 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+LOCK_MAX_S = 300.0
+"""Longest wait for a lock that is held while one process starts, or files are unpacked: far longer than that takes."""
+_LOCK_PAUSE_S = (0.002, 0.05)
+
+
+def take_lock(path: Path, tried: Callable[[], bool], wait_s: float = LOCK_MAX_S) -> None:
+    """Try to lock the file at ``path`` until it succeeds.
+
+    Raises TimedOut after ``wait_s``, which names the process that has it: a holder that is stopped never unlocks.
+    """
+    until_s, pause_s = time.monotonic() + wait_s, _LOCK_PAUSE_S[0]
+    while not tried():
+        if time.monotonic() > until_s:
+            raise _still_locked(path, wait_s)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, _LOCK_PAUSE_S[1])
+
+
+def _still_locked(path: Path, wait_s: float) -> TimedOut:
+    holders = locking(path.resolve())
+    stopped = [str(one.pid) for one in holders if is_stopped(one)]
+    named = [f"{one.pid} ({command_line(one.pid)[:200].strip()})" for one in holders]
+    who = f"process {', '.join(named)}" if named else "a process that cannot be seen from here"
+    pids = " ".join(str(one.pid) for one in holders)
+    if stopped:
+        hint = f"it is stopped by a signal: kill -CONT {' '.join(stopped)}, then try again"
+    else:
+        hint = f"wait for it, or end it with kill {pids}, then try again" if pids else f"fuser {path} may show it"
+    pid = holders[0].pid if holders else None
+    return TimedOut(f"{path} is locked by {who} for more than {wait_s:g} s", hint=hint, path=str(path), pid=pid)
+
+
 def locking(path: Path) -> tuple[ProcessId, ...]:
     """Every running process of this user that has this file locked, also when it was removed meanwhile.
 
@@ -461,9 +494,8 @@ class RunFolder:
     def read(self, name: str) -> ProcessRecord | None:
         """The record of that name, whether or not its process still runs."""
         try:
-            data: JsonObject = json.loads((self.path / f"{name}.json").read_text())
-            return ProcessRecord(**{**data, "command": tuple(data["command"])})
-        except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
+            return ProcessRecord.from_json(json.loads((self.path / f"{name}.json").read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def find_alive(self, name: str) -> ProcessRecord | None:
@@ -500,11 +532,14 @@ def write_private(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be. It ends with this process; no program it starts has it."""
+def locked(path: Path, *, wait_s: float = LOCK_MAX_S) -> Iterator[None]:
+    """Hold the lock of a file, which is made if need be. It ends with this process; no program it starts has it.
+
+    Raises TimedOut after ``wait_s``, see ``take_lock``.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        take_lock(path, lambda: try_lock(fd), wait_s)
         yield
     finally:
         os.close(fd)

@@ -20,8 +20,10 @@ REDACTED = "(another tenant's)"
 
 
 class Role(IntEnum):
-    """Rights of a user on a queue and all below it; each role includes those before it."""
+    """Rights of a user on a queue and all below it; each role includes those before it, but MACHINE."""
 
+    MACHINE = 0
+    """Joins machines to the installation, and sees nothing: for tokens that lie on machines."""
     VIEWER = 1
     """Sees jobs, why they wait, who holds what."""
     USER = 2
@@ -69,6 +71,17 @@ class Caller:
             where = f"queue {queue!r}" if queue else "the whole installation"
             mine = ", ".join(f"{one.word} of {path or 'all queues'}" for path, one in self.grants) or "nothing"
             raise NotAllowed(f"this needs the role {role.word} on {where}", hint=f"{self.user} is {mine}")
+
+    def need_machines(self) -> None:
+        """Raises NotAllowed for who may not join machines: all but admins and tokens of the role machine."""
+        if self.role_on("") not in (Role.MACHINE, Role.ADMIN):
+            hint = "an admin makes a token for it: rota token create --role machine"
+            raise NotAllowed("this needs the role machine or admin on the whole installation", hint=hint)
+
+    @property
+    def joins_only(self) -> bool:
+        """True for who may join machines and do nothing else."""
+        return bool(self.grants) and all(role is Role.MACHINE for _, role in self.grants)
 
     def sees(self, history: JobHistory) -> bool:
         """True when a job may be known to exist."""
@@ -122,6 +135,8 @@ class Accounts:
         """What the holder of a token may do: the roles of its user, cut down to those of the token."""
         mine = {"": Role.ADMIN} if token.user == LOCAL else self.users.get(token.user, {})
         most = Role.of(token.role)
+        if most is Role.MACHINE:  # to bring machines is up to admins, whatever the order of roles says
+            mine = {"": most} if mine.get("") in (Role.MACHINE, Role.ADMIN) else {}
         cut = ((narrower(path, token.queue), min(role, most)) for path, role in mine.items())
         grants = tuple((path, role) for path, role in cut if path is not None)
         return Caller(user=token.user, by=by, token=token.id, grants=grants)

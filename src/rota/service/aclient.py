@@ -23,10 +23,12 @@ from rota.service.api import (
     LogFilters,
     Overrides,
     body_of,
+    copy_of,
     events_path,
     get,
     job_path,
 )
+from rota.service.copy import Copied, chosen, incoming, targets
 from rota.service.http import (
     RETRIES_MAX,
     STREAM_SILENCE_S,
@@ -38,10 +40,11 @@ from rota.service.http import (
     refused,
     timed_out,
 )
+from rota.spec.ids import parts_of
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
-    from rota.service.models.jobs import EventList, EventRecord, JobDocument, JobRow, LogLine, LogPage
+    from rota.service.models.jobs import EventList, EventRecord, FileRow, JobDocument, JobRow, LogLine, LogPage
     from rota.spec.job import JobSpec
 
 D = TypeVar("D")
@@ -120,15 +123,16 @@ class AsyncClient(HttpBase, JobApi):
 
     async def ask(self, request: ApiRequest[D]) -> D:
         """Send one request; ``safe`` ones again when the connection broke."""
+        return cast("D", self.read(await self._answer(request)))
+
+    async def _answer(self, request: ApiRequest[D]) -> httpx.Response:
         for attempt in range(RETRIES_MAX + 1):
             try:
-                answer = await self._io.send(self._built(request))
+                return await self._io.send(self._built(request))
             except httpx.TransportError as exc:
                 if not self.may_retry(request, exc, attempt):
                     raise self.unreachable(exc) from exc
                 await self._io.sleep(self.wait_s(attempt))
-            else:
-                return cast("D", self.read(answer))
         raise AssertionError("the last attempt returns or raises")
 
     def _built(
@@ -161,6 +165,11 @@ class AsyncClient(HttpBase, JobApi):
             body["ignore_image"] = True
         return await self.submit(body, key=key)
 
+    async def clone(self, job: str, *, set: Overrides = (), key: str = "", ignore_image: bool = False) -> JobDocument:
+        """See ``Client.clone``; gives the ``Job`` document."""
+        body = copy_of(await self.job(job), await self.spec(job), sets=set, ignore_image=ignore_image)
+        return await self.submit(body, key=key)
+
     async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
         """See ``Client.wait``."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
@@ -171,6 +180,30 @@ class AsyncClient(HttpBase, JobApi):
             if deadline is not None and monotonic() + poll_s > deadline:
                 raise timed_out(document, timeout_s or 0.0)
             await self._io.sleep(poll_s)
+
+    async def copy(self, job: str, path: str = "", target: str | Path = ".", *, node: str = "") -> Copied:
+        """See ``Client.copy``."""
+        root, found = Path(target), await self.files(job, path, node=node)
+        files: list[tuple[FileRow, Path]] = []
+        left_out: list[str] = []
+        for row, where in targets(chosen(found["items"]), "/".join(parts_of(path)), root):
+            if row["kind"] == "folder":
+                where.mkdir(parents=True, exist_ok=True)
+            elif row["kind"] == "other":
+                left_out.append(row["path"])
+            else:
+                with incoming(where, root if root.is_dir() else where.parent, row["bytes"]) as file:
+                    while data := await self._part(job, row, file.tell()):
+                        file.write(data)
+                files.append((row, where))
+        return Copied(files=tuple(files), left_out=tuple(left_out), notices=tuple(found["notices"]))
+
+    async def _part(self, job: str, row: FileRow, offset: int) -> bytes:
+        where = {"path": row["path"], "node": row["node"], "offset": offset}
+        answer = await self._answer(get(job_path(job, "files/part"), where))
+        if answer.status_code >= 400:
+            raise refused(answer)
+        return answer.content
 
     async def all_jobs(self, **filters: Unpack[JobFilters]) -> AsyncIterator[JobRow]:
         """See ``Client.all_jobs``."""
@@ -191,22 +224,36 @@ class AsyncClient(HttpBase, JobApi):
             page = await self.log_page(job, **filters)
             yield page
 
-    async def logs(self, job: str, *, follow: bool = False, **filters: Unpack[LogFilters]) -> AsyncIterator[LogLine]:
+    async def logs(
+        self,
+        job: str,
+        *,
+        follow: bool = False,
+        notice: Callable[[str], None] = lambda _: None,
+        **filters: Unpack[LogFilters],
+    ) -> AsyncIterator[LogLine]:
         """See ``Client.logs``."""
         if not follow:
+            notices = dict[str, None]()
             async for page in self.log_pages(job, **filters):
+                notices |= dict.fromkeys(page["notices"])
                 for line in page["items"]:
                     yield line
+            for text in notices:
+                notice(text)
             return
-        seen: dict[str, int] = {}
+        seen: dict[tuple[str, str], int] = {}
         async with aclosing(self._stream(job_path(job, "logs"), {**filters, "follow": True})) as events:
             async for event in events:
+                if event.event == "notice":
+                    notice(str(cast("Mapping[str, object]", event.document())["text"]))
                 if event.event != "line":
                     continue
                 line = cast("LogLine", event.document())
                 # after a lost connection the service repeats the batch that was under way
-                if line["offset"] > seen.get(line["instance"], -1):
-                    seen[line["instance"]] = line["offset"]
+                file = line["instance"], line["node"]
+                if line["offset"] > seen.get(file, -1):
+                    seen[file] = line["offset"]
                     yield line
 
     async def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> AsyncIterator[EventList]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import (
@@ -40,9 +40,14 @@ if TYPE_CHECKING:
         WebhookDocument,
         WebhookList,
     )
+    from rota.service.models.alerts import AlertList
     from rota.service.models.cluster import (
         DrainPlan,
+        MachineDocument,
+        NodeCheck,
+        NodeDocument,
         NodeList,
+        NodeUsage,
         PlanReport,
         QueueDiff,
         QueueTree,
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from rota.service.models.jobs import (
         EventList,
         ExecDocument,
+        FileList,
         GraphDocument,
         JobDocument,
         JobList,
@@ -61,13 +67,18 @@ if TYPE_CHECKING:
         PlacementDocument,
         TraceDocument,
     )
-    from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
+    from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument, WhatIf
     from rota.spec.job import JobSpec
 
 API_PATH = "/api/v1"
 EXECUTE_EXTRA_S = 30.0
+CHECK_TIMEOUT_S = 900.0
+JOIN_TIMEOUT_S = 120.0
+"""For a join, which starts the engine with the first machine."""
 RESOURCES = ("cpus", "gpus", "gpu_type", "memory")
 """Resources of a command without a job file."""
+SWEEP_LABELS = ("sweep", "sweep_rung", "sweep_point", "sweep_metric")
+"""Labels of a job of a sweep: its name, the rung of a halving, the point, the metric."""
 JobSort = Literal["submitted", "name", "state", "priority", "queue"]
 """Orders of a list of jobs: the newest or the highest priority first, names from A on; of equals the newest first."""
 D = TypeVar("D")
@@ -144,6 +155,10 @@ def _send(method: str, path: str, body: Mapping[str, object] | None = None, *, s
     return ApiRequest(method=method, path=API_PATH + path, body=body, safe=safe)
 
 
+def _fresh_key() -> str:
+    return secrets.token_hex(16)  # noqa: TID251 - the user's process, which imports nothing of runtime
+
+
 def _named(kind: str, name: str) -> str:
     return f"/{kind}/{quote(name, safe='')}"
 
@@ -204,8 +219,9 @@ class EventFilters(TypedDict, total=False):
 
 
 class CommandResources(TypedDict, total=False):
-    """Resources of a command without a job file."""
+    """Resources of a command without a job file, and the name of its job."""
 
+    name: str
     cpus: float | str
     gpus: float | str
     gpu_type: str
@@ -252,7 +268,7 @@ class JobApi:
     @request
     def submit(self, body: JobBody, *, key: str = "") -> ApiRequest[JobDocument]:
         """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
-        headers = {"Idempotency-Key": key or secrets.token_hex(16)}  # sent again under it, it is still one job
+        headers = {"Idempotency-Key": key or _fresh_key()}  # sent again under it, it is still one job
         return ApiRequest(method="POST", path=f"{API_PATH}/jobs", body=cast("dict[str, object]", body), headers=headers)
 
     @request
@@ -274,6 +290,11 @@ class JobApi:
     def explain(self, job: str) -> ApiRequest[Explanation]:
         """``Explanation``: why the job waits, what is ahead, what would help."""
         return get(job_path(job, "explain"))
+
+    @request
+    def what_if(self, job: str, changes: Overrides) -> ApiRequest[WhatIf]:
+        """``WhatIf``: when a job that waits would start with these changes, and what would bind it; none is made."""
+        return _send("POST", job_path(job, "explain"), {"changes": _changes(changes)})
 
     @request
     def why(self, job: str) -> ApiRequest[WaitGraphDocument]:
@@ -316,9 +337,16 @@ class JobApi:
         return _send("POST", f"{job_path(job)}:pause", None if grace_s is None else {"grace_s": grace_s})
 
     @request
-    def resume(self, job: str) -> ApiRequest[JobDocument]:
-        """Put a paused job into the queue again. Raises Conflict if it takes 20 s to give its devices back."""
-        return _send("POST", f"{job_path(job)}:resume")
+    def resume(self, job: str, *, from_commit: int | None = None) -> ApiRequest[JobDocument]:
+        """Put a paused job into the queue again, at its last commit or at ``from_commit``.
+
+        Of a job that ended ``from_commit`` begins a new one, whose document this gives. Raises UnknownName for a commit
+        that is not there, Conflict if the job takes 20 s to give its devices back.
+        """
+        if from_commit is None:
+            return _send("POST", f"{job_path(job)}:resume")
+        sent = _send("POST", f"{job_path(job)}:resume", {"from_commit": from_commit})
+        return replace(sent, headers={"Idempotency-Key": _fresh_key()})
 
     @request
     def execute(
@@ -331,6 +359,11 @@ class JobApi:
         body = {"instance": instance, "argv": list(argv), "timeout_s": timeout_s}
         path, limit_s = f"{API_PATH}{job_path(job)}:exec", timeout_s + EXECUTE_EXTRA_S
         return ApiRequest(method="POST", path=path, body=body, safe=False, timeout_s=limit_s)
+
+    @request
+    def files(self, job: str, path: str = "", *, node: str = "") -> ApiRequest[FileList]:
+        """``FileList``: what is at a path of the output folder and below it, on all machines or one."""
+        return get(job_path(job, "files"), {"path": path, "node": node})
 
     @request
     def scale(self, job: str, role: str, n: int) -> ApiRequest[JobDocument]:
@@ -371,9 +404,49 @@ class JobApi:
         return get("/nodes")
 
     @request
+    def node(self, node: str) -> ApiRequest[NodeDocument]:
+        """``Node``: one node."""
+        return get(_named("nodes", node))
+
+    @request
+    def node_usage(self, node: str) -> ApiRequest[NodeUsage]:
+        """``NodeUsage``: what the machine of a node does, measured there now."""
+        return get(f"{_named('nodes', node)}/usage")
+
+    @request
+    def check_nodes(self) -> ApiRequest[NodeCheck]:
+        """``NodeCheck``: names, clocks, ports, bandwidth and versions of all machines; for admins."""
+        return replace(_send("POST", "/nodes:check"), timeout_s=CHECK_TIMEOUT_S)
+
+    @request
+    def join_machine(self, facts: Mapping[str, object]) -> ApiRequest[MachineDocument]:
+        """``Machine`` with the access to the engine, which is started unless it runs; ``facts`` as REST says."""
+        return replace(_send("POST", "/machines", facts), timeout_s=JOIN_TIMEOUT_S)
+
+    @request
+    def machine(self, host: str) -> ApiRequest[MachineDocument]:
+        """``Machine``: one that joined; asking says that it is there."""
+        return get(_named("machines", host))
+
+    @request
+    def leave_machine(self, host: str) -> ApiRequest[MachineDocument]:
+        """Say that a machine leaves."""
+        return _send("DELETE", _named("machines", host))
+
+    @request
     def queues(self) -> ApiRequest[QueueTree]:
         """``QueueTree``."""
         return get("/queues")
+
+    @request
+    def alerts(self) -> ApiRequest[AlertList]:
+        """``AlertList``: what needs a person's attention now."""
+        return get("/alerts")
+
+    @request
+    def acknowledge(self, alert: str, *, note: str = "") -> ApiRequest[AlertList]:
+        """``AlertList`` after an alert was marked as seen."""
+        return _send("POST", "/alerts:acknowledge", {"alert": alert, "note": note})
 
     @request
     def report(self, *, by: str = "user", since_s: float | None = None) -> ApiRequest[UsageReport]:
@@ -477,9 +550,9 @@ class AccountApi:
         return _send("DELETE", _named("webhooks", webhook))
 
     @request
-    def audit(self, *, user: str = "", limit: int = 100) -> ApiRequest[AuditList]:
-        """``AuditList``: who asked for which change, the newest first; for admins."""
-        return get("/audit", {"user": user, "limit": limit})
+    def audit(self, *, user: str = "", text: str = "", limit: int = 100, cursor: str = "") -> ApiRequest[AuditList]:
+        """``AuditList``: who asked for which change, the newest first, after a ``cursor``; for admins."""
+        return get("/audit", {"user": user, "text": text, "limit": limit, "cursor": cursor})
 
 
 def _only(**values: object) -> dict[str, object]:
@@ -499,9 +572,13 @@ def body_of(
     res: Mapping[str, object] | None = None,
 ) -> JobBody:
     """The body of a submission: ``command_of`` when there is a command, else ``source_of``."""
-    for name in (res or {}).keys() - {*RESOURCES}:
-        hint = f"a field of the job: set={{{name!r}: ...}}, or Job(..., {name}=...) of a built one"
-        raise BadInput(f"run() takes no {name!r}", hint=hint)
+    res = dict(res or {})
+    name = res.pop("name", None)
+    for other in res.keys() - {*RESOURCES}:
+        hint = f"a field of the job: set={{{other!r}: ...}}, or Job(..., {other}=...) of a built one"
+        raise BadInput(f"run() takes no {other!r}", hint=hint)
+    if name is not None:
+        sets = [f"name={name}", *_changes(sets)]
     if command is not None:
         return command_of(command, sets=_changes(sets), res=res, workdir=workdir)
     if res:
@@ -547,6 +624,25 @@ def command_of(
     source = json.dumps({"name": job_name(str(first[0])), "roles": {"main": role}}, indent=1)
     asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
     return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
+
+
+def copy_of(
+    job: JobDocument, understood: JobSpecDocument, *, sets: Overrides = (), ignore_image: bool = False
+) -> JobText:
+    """The body that submits a job again as it is now, with changes; the labels that put it into a sweep stay behind."""
+    from rota.service.jobfile.models import job_text  # noqa: PLC0415 - as below
+    from rota.spec.job import JobSpec  # noqa: PLC0415 - only for a copy
+
+    spec = JobSpec.from_json(understood["spec"])
+    labels = tuple(pair for pair in spec.labels if pair[0] not in SWEEP_LABELS)
+    source = job_text(replace(spec, workdir=None, labels=labels))
+    return {
+        "source": source,
+        "filename": f"copy of {job['id']}",
+        "sets": _changes(sets),
+        "workdir": job["workdir"],
+        "ignore_image": ignore_image,
+    }
 
 
 def read_file(path: Path) -> str:

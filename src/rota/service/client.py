@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
-from time import sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
+from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import httpx
@@ -25,7 +27,10 @@ from rota.service.api import (
     LogFilters,
     Overrides,
 )
+from rota.service.copy import Copied
 from rota.service.http import TIMEOUT_S, HttpOptions, refused
+from rota.service.notebook import pairs_html
+from rota.spec.errors import TimedOut
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
@@ -38,11 +43,13 @@ if TYPE_CHECKING:
         LogPage,
         TraceDocument,
     )
-    from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
+    from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument, WhatIf
     from rota.spec.job import JobSpec
 
 D = TypeVar("D")
 T = TypeVar("T")
+PROGRESS_S = 1.0
+"""Between two looks at a job whose progress is printed."""
 
 
 class _BlockingIo(AsyncIo):
@@ -129,6 +136,9 @@ class Client(JobApi):
         self.accounts = Accounts(self)
         """Users, tokens, secrets, webhooks, the audit log."""
 
+    def __repr__(self) -> str:
+        return f"Client({self.url!r})"
+
     def __enter__(self) -> Self:
         return self
 
@@ -164,6 +174,13 @@ class Client(JobApi):
         )
         return JobHandle(self, _now(made))
 
+    def clone(self, job: str, *, set: Overrides = (), key: str = "", ignore_image: bool = False) -> JobHandle:
+        """Submit a job, live or ended, again as it is now, with ``set`` over it. It begins anew, without its commits.
+
+        Raises what ``run`` raises, and UnknownName for a job that does not exist.
+        """
+        return JobHandle(self, _now(self._async.clone(job, set=set, key=key, ignore_image=ignore_image)))
+
     def attach(self, job: str) -> JobHandle:
         """The handle of a job that exists."""
         return JobHandle(self, self.job(job))
@@ -176,12 +193,29 @@ class Client(JobApi):
         """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
         return _each(self._async.log_pages(job, **filters))
 
-    def logs(self, job: str, *, follow: bool = False, **filters: Unpack[LogFilters]) -> Iterator[LogLine]:
+    def logs(
+        self,
+        job: str,
+        *,
+        follow: bool = False,
+        notice: Callable[[str], None] = lambda _: None,
+        **filters: Unpack[LogFilters],
+    ) -> Iterator[LogLine]:
         """Log lines in the order of time; with ``follow`` until the job has ended.
 
-        Raises BadInput for an unknown filter.
+        ``notice`` is called with a sentence for each machine that has lines and does not answer. Raises BadInput for an
+        unknown filter.
         """
-        return _each(self._async.logs(job, follow=follow, **filters))
+        return _each(self._async.logs(job, follow=follow, notice=notice, **filters))
+
+    def copy(self, job: str, path: str = "", target: str | Path = ".", *, node: str = "") -> Copied:
+        """Copy a file or folder of the output folder of a job, from whichever machine has it.
+
+        As with ``cp -r``: into ``target`` where that is a folder, else under that name. Links are left out, files are
+        whole or not there. Raises UnknownName, BadInput (a path outside), Conflict (machines have different files of
+        that name and no ``node`` was given).
+        """
+        return _now(self._async.copy(job, path, target, node=node))
 
     def events(self, job: str = "", *, follow: bool = False, **filters: Unpack[EventFilters]) -> Iterator[EventRecord]:
         """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
@@ -190,7 +224,7 @@ class Client(JobApi):
         return _each(self._async.events(job, follow=follow, **filters))
 
     def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> Iterator[EventList]:
-        """``EventList``, page after page until there is no next one."""
+        """``EventList``, page after page to the last one."""
         return _each(self._async.event_pages(job, **filters))
 
     def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
@@ -223,17 +257,46 @@ class JobHandle:
         return Path(self.document["output"])
 
     def __repr__(self) -> str:
-        return f"<{self.id} {self.state.value}>"
+        why = self.document["text"] or self.document["phase"]
+        return f"<{self.id} {self.state.value}{': ' if why else ''}{why}>"
+
+    def _repr_html_(self) -> str:
+        """The job as a notebook shows it."""
+        one = self.document
+        ready = f"{one['instances_ready']} of {one['instances_total']}"
+        commit = (one["progress"] or {}).get("commit")
+        facts = {"state": one["state"], "step": one["phase"], "why": one["text"], "queue": one["queue"], "ready": ready}
+        more = {"commit": commit, "failovers": one["failovers"] or None, "output": one["output"], "page": one["url"]}
+        shown = [(name, value) for name, value in (facts | more).items() if value not in (None, "")]
+        return f"<b>{escape(self.id)}</b>{pairs_html(shown)}"
 
     def refresh(self) -> Self:
         """Ask again."""
         self.document = self._client.job(self.id)
         return self
 
-    def wait(self, timeout_s: float | None = None) -> Self:
-        """Until the job has ended. Raises TimedOut."""
-        self.document = self._client.wait(self.id, timeout_s=timeout_s)
-        return self
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Self:
+        """Until the job has ended. Raises TimedOut.
+
+        ``progress`` prints each change of its state, step or reason on stderr; by default in a notebook.
+        """
+        if not ("ipykernel" in sys.modules if progress is None else progress):
+            self.document = self._client.wait(self.id, timeout_s=timeout_s)
+            return self
+        began_s, shown = monotonic(), ""
+        while True:
+            if (text := repr(self).strip("<>")) != shown:
+                sys.stderr.write(f"{text}\n")
+                shown = text
+            if self.state.terminal:
+                return self
+            left_s = PROGRESS_S if timeout_s is None else min(PROGRESS_S, timeout_s - (monotonic() - began_s))
+            try:
+                self.document = self._client.wait(self.id, timeout_s=max(left_s, 0.0))
+            except TimedOut:
+                if left_s < PROGRESS_S:
+                    raise
+                self.refresh()
 
     def logs(
         self, instance: str = "", *, role: str = "", follow: bool = False, **filters: Unpack[LineFilters]
@@ -248,6 +311,10 @@ class JobHandle:
     def explain(self) -> Explanation:
         """Why it waits, or where it runs."""
         return self._client.explain(self.id)
+
+    def what_if(self, changes: Overrides) -> WhatIf:
+        """When it would start with these changes, and what would bind it; none is made."""
+        return self._client.what_if(self.id, changes)
 
     def why(self) -> WaitGraphDocument:
         """Which instance waits for which."""
@@ -274,9 +341,12 @@ class JobHandle:
         self.document = self._client.pause(self.id, grace_s=grace_s)
         return self
 
-    def resume(self) -> Self:
-        """Put it into the queue again."""
-        self.document = self._client.resume(self.id)
+    def resume(self, *, from_commit: int | None = None) -> Self:
+        """Put it into the queue again, at its last commit or at ``from_commit``.
+
+        Of a job that ended ``from_commit`` begins a new job; this is then the handle of that one.
+        """
+        self.document = self._client.resume(self.id, from_commit=from_commit)
         return self
 
     def scale(self, role: str, n: int) -> Self:

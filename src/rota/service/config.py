@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -47,12 +48,13 @@ class Settings:
     home: Annotated[str, "Folder of everything this installation keeps. Default: the user's state folder for `rota`."]
     host: Annotated[str, "Address that the service listens on."] = "127.0.0.1"
     port: Annotated[int, "Port that the service listens on; 0 takes a free one."] = DEFAULT_PORT
+    listen: Annotated[str, "Address of this machine for others that join, and default of `host`. Empty: none."] = ""
     server: Annotated[str, "URL of a service elsewhere; wins over `host` and `port`."] = ""
     token: Annotated[str, "Token that clients show. Empty: the one that `rota up` wrote into `home`."] = ""
     db_url: Annotated[str, "Event log as an SQLAlchemy URL (PostgreSQL). Empty: SQLite in `home`."] = ""
     redis_url: Annotated[str, "Registry of shared tensors. Empty: an embedded one on a unix socket."] = ""
     ray_address: Annotated[str, "`HOST:PORT` of a Ray cluster to run jobs on. Empty: an embedded one."] = ""
-    pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
+    pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES` or `none`."] = ""
     profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
     spares: Annotated[int, "Nodes the scheduler keeps free for jobs that lose one."] = 0
     cool_down_s: Annotated[float, "Seconds before a job that had to make room for another is tried again."] = 0.0
@@ -93,6 +95,8 @@ _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
 _NUMBERS = {"port": int, "spares": int, "cool_down_s": float, "poll_s": float, "logs_kept_days": float}
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FILE = "config.toml"
+NO_PRETEND = "none"
+"""Said where the last ``up`` had pretend nodes, which the next one takes again."""
 
 
 def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -114,6 +118,10 @@ def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[st
             values[name], origins[name] = file[name], FILE
         else:
             origins[name] = "default"
+    if values.get("listen") and "host" not in values:
+        values["host"], origins["host"] = values["listen"], "listen"
+    if values.get("pretend") == NO_PRETEND:
+        values["pretend"] = ""
     found = _Given({**values, "home": home}, origins)
     return _checked(Settings(**{name: found.typed(name) for name in values}, origins=origins), found)
 
@@ -178,6 +186,15 @@ def _checked(settings: Settings, given: _Given) -> Settings:
         raise given.wrong("ray_address", "has a port that is not between 1 and 65535")
     if settings.ray_address and settings.pretend:
         raise given.wrong("ray_address", f"has real machines; those of pretend={settings.pretend} are not")
+    if settings.listen:
+        try:
+            ipaddress.ip_address(settings.listen)
+        except ValueError:
+            hint = "write an address of this machine, for example 10.0.0.5; see: ip address"
+            raise given.wrong("listen", "is not an IP address", hint) from None
+        for name in ("ray_address", "pretend"):
+            if other := getattr(settings, name):
+                raise given.wrong("listen", f"cannot be combined with {name}={other}: no machine can join that")
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

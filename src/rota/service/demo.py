@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from rota.service.models.jobs import JobDocument
 
 PRETEND = "3x4x8"
+HOME_PREFIX = "rota-demo-"
+PLAYS = "plays.lock"
+"""In the home of a demo: locked while it plays."""
 REWARD_RISE_MIN = 0.25
 PLAY_MAX_S = 460.0
 """The whole demonstration ends within 8 minutes; this leaves 20 s for start and end of the service."""
@@ -107,7 +110,12 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     With ``keep`` the service keeps running and its address is printed. Raises RotaError when something does not start.
     """
     example = find_example()
-    home = Path(tempfile.mkdtemp(prefix="rota-demo-"))
+    home = Path(tempfile.mkdtemp(prefix=HOME_PREFIX))
+    with process.locked(home / PLAYS):
+        return _play(home, example, report, say, keep=keep)
+
+
+def _play(home: Path, example: Path, report: Path, say: Say, *, keep: bool) -> Outcome:
     settings = load_settings({"home": str(home), "port": 0, "pretend": PRETEND})
     clock = SystemClock()
     began_s = clock.monotonic_s()
@@ -144,6 +152,27 @@ def _end(settings: Settings, say: Say, *, failed: bool) -> list[str]:
         shutil.rmtree(settings.root, ignore_errors=True)
     say(f"service {document['state']}: {', '.join(document['ended'])}")
     return [] if document["state"] == "down" else [str(each) for each in document["still_running"]]
+
+
+def clean() -> JsonObject:
+    """End the services that earlier demos of this user kept, and remove their folders and those of failed ones.
+
+    A demo that plays now is left alone. What could not be ended keeps its folder, and is named.
+    """
+    items: list[JsonObject] = []
+    for home in sorted(Path(tempfile.gettempdir()).glob(f"{HOME_PREFIX}*")):
+        if home.is_symlink() or not home.is_dir() or home.stat().st_uid != os.getuid():
+            continue
+        try:
+            with process.locked(home / PLAYS, wait_s=0.0):
+                done = daemon.down(load_settings({"home": str(home), "pretend": PRETEND}), force=True)
+                left = [str(each) for each in done["still_running"]]
+                if not left:
+                    shutil.rmtree(home, ignore_errors=True)
+        except TimedOut:
+            continue
+        items.append({"home": str(home), "ended": done["ended"], "still_running": left})
+    return {"kind": "DemoClean", "items": items, "next": None}
 
 
 def _client(settings: Settings) -> Client:

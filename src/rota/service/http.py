@@ -15,6 +15,7 @@ import httpx
 from rota.service.api import ApiRequest
 from rota.service.config import Settings, load_settings
 from rota.service.jobfile.problems import Problem
+from rota.service.notebook import Document
 from rota.spec import errors
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError, StoreCorrupt, TimedOut
 
@@ -235,7 +236,8 @@ class HttpBase:
 
     def wait_s(self, attempt: int) -> float:
         """Twice as long each time, plus up to as much again, so that many clients do not come back at once."""
-        return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + secrets.randbelow(1000) / 1000))
+        spread = secrets.randbelow(1000) / 1000  # noqa: TID251 - the user's process, which imports nothing of runtime
+        return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + spread))
 
     def may_retry(self, request: ApiRequest[object], exc: httpx.TransportError, attempt: int) -> bool:
         refused = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
@@ -267,7 +269,7 @@ class HttpBase:
             found = answer.json()
         except ValueError:
             raise RotaError(f"{answer.request.url} did not answer in JSON", hint="is this a Rota service?") from None
-        return found if isinstance(found, dict) else {"items": found}
+        return Document(found if isinstance(found, dict) else {"items": found})
 
     def stream_headers(self, last: str) -> dict[str, str]:
         return {"Accept": MEDIA_SSE} | ({"Last-Event-ID": last} if last else {})

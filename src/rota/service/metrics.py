@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from rota.runtime.clock import Clock
 from rota.service.views.cluster import cluster_totals, node_list, queue_tree, waiting_in
@@ -24,31 +29,103 @@ WAIT_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 FAILOVER_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
-HISTOGRAMS = (
-    ("rota_wait_seconds", "From submit to the first admission.", "queue", WAIT_BUCKETS_S),
-    ("rota_completion_seconds", "From submit to the end.", "queue", WAIT_BUCKETS_S),
-    ("rota_failover_seconds", "Length of recoveries.", "level", FAILOVER_BUCKETS_S),
-)
+@dataclass(slots=True)
+class Observed:
+    """A histogram by one label: the number of values in each bucket, the last one without a bound, and their sum."""
+
+    bounds: tuple[float, ...]
+    counts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+
+    def observe(self, label: str, value: float) -> None:
+        """Count one value."""
+        counts = self.counts.setdefault(label, [0] * (len(self.bounds) + 1))
+        counts[bisect_left(self.bounds, value)] += 1
+        self.sums[label] = self.sums.get(label, 0.0) + value
+
+    def family(self, name: str, text: str, label: str) -> HistogramMetricFamily:
+        """In the form of Prometheus: each bucket with all that is below its bound."""
+        found = HistogramMetricFamily(name, text, labels=(label,))
+        bounds = [floatToGoString(bound) for bound in (*self.bounds, inf)]
+        for value, counts in self.counts.items():
+            found.add_metric((value,), list(zip(bounds, accumulate(counts))), self.sums[value])
+        return found
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the records counted; changed by ``apply`` alone."""
+
+    jobs: Counter[tuple[str, str, str]] = field(default_factory=Counter[tuple[str, str, str]])
+    preemptions: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    replaced: Counter[str] = field(default_factory=Counter[str])
+    restarts: Counter[str] = field(default_factory=Counter[str])
+    failovers: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    samples: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    cuts: dict[tuple[str, str], Counter[tuple[str, str]]] = field(
+        default_factory=dict[tuple[str, str], Counter[tuple[str, str]]]
+    )
+    steps_lost: int = 0
+    fenced: int = 0
+    decisions: Counter[str] = field(default_factory=Counter[str])
+    wait: Observed = field(default_factory=lambda: Observed(WAIT_BUCKETS_S))
+    completion: Observed = field(default_factory=lambda: Observed(WAIT_BUCKETS_S))
+    failover: Observed = field(default_factory=lambda: Observed(FAILOVER_BUCKETS_S))
+
+    def apply(self, record: Record, installation: Installation) -> None:
+        """Count one record; the installation has taken it in before."""
+        if isinstance(record.event, e.PartReplaced):
+            self.replaced[record.event.part.partition(" of ")[0]] += 1
+        job = installation.jobs.get(record.job) if record.job is not None else None
+        if job is None:
+            return
+        match record.event:
+            case e.JobAdmitted(attempt=1):
+                self.wait.observe(job.queue, record.at - job.submitted_at)
+                self.decisions["admit"] += 1
+            case e.JobAdmitted():
+                self.decisions["admit"] += 1
+            case e.JobWaits():
+                self.decisions["wait"] += 1
+            case e.PreemptAsked(reason=reason):
+                self.preemptions[(job.queue, reason)] += 1
+                self.decisions["preempt"] += 1
+            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in job.instances:
+                self.restarts[job.queue] += job.instances[(role, rank)].now.restarts > 0
+            case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
+                self.failovers[(level, reason)] += 1
+            case e.FailoverEnded(failover=number, seconds=seconds):
+                for failure in job.failures:
+                    if failure.number == number and failure.attempt == job.ctx.attempt:
+                        self.failover.observe(failure.level, seconds)
+            case e.Committed():
+                self._count_samples(job.id, record.event)
+            case e.RolledBack(from_commit=old, to_commit=new):
+                self.steps_lost += max(0, old - new)
+            case e.FencedWrite(count=count):
+                self.fenced += count
+            case e.JobEnded(state=state, reason=reason):
+                self.cuts = {key: cut for key, cut in self.cuts.items() if key[0] != job.id}
+                self.jobs[(job.queue, state, reason)] += 1
+                self.completion.observe(job.queue, record.at - job.submitted_at)
+            case _:
+                pass
+
+    def _count_samples(self, job: str, commit: e.Committed) -> None:
+        """Add what happened since the commit before; work that a rollback took back and that is done again counts."""
+        for row in stream_rows(commit):
+            now = Counter({(state, ""): row[state] for state in ("admitted", "trained", "again")})
+            now.update({("dropped", reason): count for reason, count in row["dropped"].items()})
+            self.samples += now - self.cuts.get((job, row["name"]), Counter())
+            self.cuts[job, row["name"]] = now
 
 
 class Metrics(Collector):
-    """Counts what passes by (``apply``), reads the rest from the installation when asked (``collect``)."""
+    """Every family: what the records counted, and what the installation says when it is asked."""
 
     def __init__(self, installation: Installation, *, clock: Clock, version: str) -> None:
         self._installation, self._clock, self._version = installation, clock, version
-        self._jobs: Counter[tuple[str, str, str]] = Counter()
-        self._preemptions: Counter[tuple[str, str]] = Counter()
-        self._replaced: Counter[str] = Counter()
-        self._restarts: Counter[str] = Counter()
-        self._failovers: Counter[tuple[str, str]] = Counter()
-        self._samples: Counter[tuple[str, str]] = Counter()
-        self._cuts: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
-        self._steps_lost = 0
-        self._fenced = 0
-        self._decisions: Counter[str] = Counter()
-        self._wait, self._completion, self._failover = (
-            Histogram(name, text, (label,), buckets=buckets, registry=None) for name, text, label, buckets in HISTOGRAMS
-        )
+        self.counts = Counts()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.http = Histogram(
@@ -74,6 +151,10 @@ class Metrics(Collector):
             )
         )
 
+    def apply(self, record: Record) -> None:
+        """Count one record; a listener of the loop."""
+        self.counts.apply(record, self._installation)
+
     def families(self) -> list[Metric]:
         """Every family, the time of requests among them."""
         return list(self._registry.collect())
@@ -86,53 +167,6 @@ class Metrics(Collector):
         """The exposition in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def apply(self, record: Record) -> None:
-        """Count one record; the installation has taken it in before."""
-        if isinstance(record.event, e.PartReplaced):
-            self._replaced[record.event.part.partition(" of ")[0]] += 1
-        job = self._installation.jobs.get(record.job) if record.job is not None else None
-        if job is None:
-            return
-        match record.event:
-            case e.JobAdmitted(attempt=1):
-                self._wait.labels(job.queue).observe(record.at - job.submitted_at)
-                self._decisions["admit"] += 1
-            case e.JobAdmitted():
-                self._decisions["admit"] += 1
-            case e.JobWaits():
-                self._decisions["wait"] += 1
-            case e.PreemptAsked(reason=reason):
-                self._preemptions[(job.queue, reason)] += 1
-                self._decisions["preempt"] += 1
-            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in job.instances:
-                self._restarts[job.queue] += job.instances[(role, rank)].now.restarts > 0
-            case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
-                self._failovers[(level, reason)] += 1
-            case e.FailoverEnded(failover=number, seconds=seconds):
-                for failure in job.failures:
-                    if failure.number == number and failure.attempt == job.ctx.attempt:
-                        self._failover.labels(failure.level).observe(seconds)
-            case e.Committed():
-                self._count_samples(job.id, record.event)
-            case e.RolledBack(from_commit=old, to_commit=new):
-                self._steps_lost += max(0, old - new)
-            case e.FencedWrite(count=count):
-                self._fenced += count
-            case e.JobEnded(state=state, reason=reason):
-                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != job.id}
-                self._jobs[(job.queue, state, reason)] += 1
-                self._completion.labels(job.queue).observe(record.at - job.submitted_at)
-            case _:
-                pass
-
-    def _count_samples(self, job: str, commit: e.Committed) -> None:
-        """Add what happened since the commit before; work that a rollback took back and that is done again counts."""
-        for row in stream_rows(commit):
-            now = Counter({(state, ""): row[state] for state in ("admitted", "trained", "again")})
-            now.update({("dropped", reason): count for reason, count in row["dropped"].items()})
-            self._samples += now - self._cuts.get((job, row["name"]), Counter())
-            self._cuts[job, row["name"]] = now
-
     def collect(self) -> Iterator[Metric]:
         """Every family; called by the registry."""
         yield InfoMetricFamily("rota_build", "Version of the service.", {"version": self._version})
@@ -144,29 +178,27 @@ class Metrics(Collector):
     def _counters(self) -> Iterator[Metric]:
         replaced = "Processes of the installation itself that hung or died and were replaced."
         rows: tuple[tuple[str, str, tuple[str, ...], Mapping[Any, int]], ...] = (
-            ("rota_jobs", "Jobs that ended.", ("queue", "state", "reason"), self._jobs),
-            ("rota_preemptions", "Jobs asked for their devices.", ("queue", "reason"), self._preemptions),
-            ("rota_failovers", "Recoveries begun.", ("level", "reason"), self._failovers),
-            ("rota_restarts", "Processes started again.", ("queue",), self._restarts),
-            ("rota_parts_replaced", replaced, ("part",), self._replaced),
-            ("rota_decisions", "Decisions of the scheduler.", ("kind",), self._decisions),
-            ("rota_samples", "Items of streams.", ("state", "reason"), self._samples),
+            ("rota_jobs", "Jobs that ended.", ("queue", "state", "reason"), self.counts.jobs),
+            ("rota_preemptions", "Jobs asked for their devices.", ("queue", "reason"), self.counts.preemptions),
+            ("rota_failovers", "Recoveries begun.", ("level", "reason"), self.counts.failovers),
+            ("rota_restarts", "Processes started again.", ("queue",), self.counts.restarts),
+            ("rota_parts_replaced", replaced, ("part",), self.counts.replaced),
+            ("rota_decisions", "Decisions of the scheduler.", ("kind",), self.counts.decisions),
+            ("rota_samples", "Items of streams.", ("state", "reason"), self.counts.samples),
         )
         for name, text, labels, counts in rows:
             family = CounterMetricFamily(name, text, labels=labels)
             for key, count in counts.items():
                 family.add_metric(key if isinstance(key, tuple) else (key,), count)
             yield family
-        yield CounterMetricFamily("rota_steps_lost", "Commits that were rolled back.", value=self._steps_lost)
-        yield CounterMetricFamily("rota_fenced", "Writes of older epochs that were refused.", value=self._fenced)
+        yield CounterMetricFamily("rota_steps_lost", "Commits that were rolled back.", value=self.counts.steps_lost)
+        yield CounterMetricFamily("rota_fenced", "Writes of older epochs that were refused.", value=self.counts.fenced)
 
     def _histograms(self) -> Iterator[Metric]:
-        """Without the time of their making: it would be that of the last start, which replays them."""
-        for histogram, (name, text, label, _) in zip((self._wait, self._completion, self._failover), HISTOGRAMS):
-            family = HistogramMetricFamily(name, text, labels=(label,))
-            samples = [sample for one in histogram.collect() for sample in one.samples]
-            family.samples = [one for one in samples if not one.name.endswith("_created")]
-            yield family
+        counts = self.counts
+        yield counts.wait.family("rota_wait_seconds", "From submit to the first admission.", "queue")
+        yield counts.completion.family("rota_completion_seconds", "From submit to the end.", "queue")
+        yield counts.failover.family("rota_failover_seconds", "Length of recoveries.", "level")
 
     def _queues(self) -> Iterator[Metric]:
         now = self._clock.wall_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ class _NoLoop:
     """The part of the service's loop that planning needs: a scheduler that knows the nodes, and no job."""
 
     scheduler: Scheduler
+    unusable: tuple[dict[str, str], ...] = ()
 
 
 def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
@@ -112,11 +114,11 @@ def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     """
     from rota.runtime.clock import SystemClock
     from rota.runtime.environ import Home
-    from rota.runtime.random import SystemChance
+    from rota.runtime.random import SystemRandom
     from rota.service.control.intake import Intake
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
-    intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
+    intake = Intake(loop, home=Home.find(), clock=SystemClock(), random_source=SystemRandom())
     return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 
@@ -264,3 +266,9 @@ def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> SimFill:
     from rota.runtime.clock import SystemClock
 
     return {"api": API, "kind": "SimFill", **fill(nodes, pods, policy, seed, SystemClock())}
+
+
+def export_checkpoint(folder: Path, target: Path) -> int:
+    """Write the newest good checkpoint of a folder as transformers has it; its step. Raises as that of rota.train."""
+    # Loads torch, which nothing of the service does.
+    return importlib.import_module("rota.train.weights").export_checkpoint(folder, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -15,13 +16,15 @@ from typing import NotRequired, TypedDict, cast
 
 import rota
 from rota.runtime.clock import SystemClock
+from rota.runtime.environ import Home
+from rota.runtime.node import local_node
 from rota.runtime.process import output_of
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, MissingExtra, RotaError, nearest
 from rota.spec.resources import counted
 from rota.train.plan.explain import PlanExplanation, explain, least_memory, parse_degrees, why_not
-from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
+from rota.train.plan.hardware import CPU_TYPE, SHIPPED, Hardware, hardware_from_json
 from rota.train.plan.importers import from_galvatron, hardware_from_any, model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ModelShape, ParallelPlan
@@ -143,6 +146,13 @@ def find_hardware(name_or_path: str) -> Hardware:
     return hardware_from_any(read_json(path, "hardware"))
 
 
+def hardware_file(folder: Path, kind: str) -> Path:
+    """Where an installation keeps the description of a device type. Raises BadInput for what is not a type."""
+    if not re.fullmatch(r"[\w.+ -]*\w[\w.+ -]*", kind):
+        raise BadInput(f"--type: {kind!r} is not a device type", hint="letters, digits, and . + - _: see rota nodes")
+    return folder / f"{kind.lower().replace(' ', '-')}.json"
+
+
 def measured(name_or_path: str, model: ModelShape) -> tuple[Hardware, ModelShape]:
     """As ``find_hardware``; a folder of Galvatron profiles also gives the memory of the model that was profiled."""
     path = Path(name_or_path)
@@ -217,7 +227,7 @@ def _closest(question: SearchRequest) -> NoPlanHelp:
 
 
 def _no_setting(question: SearchRequest) -> NoPlanHelp:
-    """Why there is no setting at all, whatever the memory: the nearest batches, or the pins, that would make one."""
+    """Why no setting exists, whatever the memory: the nearest batches, or the pins, that would make one."""
     pinned = ",".join(f"{name}={value}" for name, value in question.pins.items())
     cause = f"no plan takes {counted(question.batch, 'sequence')} on {counted(question.gpus, 'device')}" + (
         pinned and f" with {pinned}"
@@ -257,10 +267,23 @@ def validate_document(tables: Path, table: str, *, hardware: str = "", calibrate
     )
 
 
-def calibrate_document(out: Path, *, ranks: int) -> PlanCalibration:
-    """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``."""
+def calibrate_document(out: Path | None, *, ranks: int, kind: str) -> PlanCalibration:
+    """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``.
+
+    Without it the file is that of the device type ``kind`` in the installation, by default the type of this machine.
+    """
     if ranks < 1:
         raise BadInput(f"--ranks: {ranks} is below 1")
+    if out is None:
+        types = dict.fromkeys(device.type for device in local_node().devices) or {CPU_TYPE: None}
+        if not kind and len(types) > 1:
+            raise BadInput(f"--type: this machine has devices of {' and '.join(types)}", hint="name the one to measure")
+        folder = Home.find().hardware
+        out = hardware_file(folder, kind or next(iter(types)))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{folder}: {error.strerror or error}", hint="name a file to write") from error
     # a process of its own: torch stays out of this one
     words = [sys.executable, "-m", "rota.train.local_hardware", str(ranks)]
     printed = output_of(words, timeout_s=CALIBRATE_S)

@@ -20,14 +20,14 @@ from urllib.parse import urlsplit
 from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
-from rota.runtime.random import Chance, secret_token
+from rota.runtime.random import RandomSource, secret_token
 from rota.runtime.secrets import Vault
 from rota.service.control.loop import ServiceLoop
 from rota.service.views.job_history import JobHistory
 from rota.spec import events as e
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotAllowed, RotaError, UnknownName
-from rota.spec.events import Record, WebhookRemoved, WebhookSet
+from rota.spec.events import Record, WebhookSet
 from rota.spec.resources import Health
 from rota.spec.states import JobState
 
@@ -150,25 +150,23 @@ class Notifier:
     """One task a webhook; each reads the log for itself and keeps its place in ``run/webhooks/<id>``."""
 
     def __init__(
-        self, loop: ServiceLoop, *, home: Home, vault: Vault, clock: Clock, chance: Chance, url: str, allowed: str
+        self,
+        loop: ServiceLoop,
+        *,
+        home: Home,
+        vault: Vault,
+        clock: Clock,
+        random_source: RandomSource,
+        url: str,
+        allowed: str,
     ) -> None:
-        self.targets: dict[str, tuple[WebhookSet, int]] = {}
+        self.targets = loop.installation.webhooks
         self.allowed = frozenset(one.strip() for one in allowed.split(",") if one.strip())
-        self._loop, self._vault, self._clock, self._chance, self._url = loop, vault, clock, chance, url
+        self._loop, self._vault, self._clock, self._random, self._url = loop, vault, clock, random_source, url
         self._folder = home.webhooks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._places: dict[str, int] = {}
         """The last record that each webhook is done with, also while the disk takes no note of it."""
-
-    def apply(self, record: Record) -> None:
-        """Take in one record, in order; a listener of the loop."""
-        match record.event:
-            case WebhookSet(id=one):
-                self.targets[one] = (record.event, record.number)
-            case WebhookRemoved(id=one):
-                self.targets.pop(one, None)
-            case _:
-                pass
 
     def make(self, url: str, on: list[str], queue: str, by: str) -> tuple[WebhookSet, str]:
         """A new webhook, not appended yet, and the secret its notices are signed with. Raises BadInput, NotAllowed."""
@@ -179,7 +177,7 @@ class Notifier:
             raise BadInput(f"there are {WEBHOOKS_MAX} webhooks", hint="remove one: rota webhook rm ID")
         addresses_of(url, self.allowed)
         shown = without_password(url)
-        made = WebhookSet(id=f"w{self._chance.fresh(40).lower()}", url=shown, on=tuple(on), queue=queue, by=by)
+        made = WebhookSet(id=f"w{self._random.new_id(40).lower()}", url=shown, on=tuple(on), queue=queue, by=by)
         secret = secret_token()
         self._vault.put(OWNER, made.id, secret)
         if made.url != url:
@@ -217,9 +215,12 @@ class Notifier:
         """Serve it; what fails unforeseen is begun again where it was, after a pause."""
         pause_s, longest_s = RETRY_S
         while True:
+            began_s = self._clock.monotonic_s()
             try:
                 await self._serve(one)
             except Exception as error:  # noqa: BLE001 - the edge of its task; one webhook must not end the others
+                served_s = self._clock.monotonic_s() - began_s
+                pause_s = RETRY_S[0] if served_s > pause_s else pause_s
                 _log.error("webhook %s failed, and waits %.0f s: %r", one, pause_s, error)
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)

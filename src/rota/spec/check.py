@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from math import prod
 
 from rota.spec.errors import nearest
+from rota.spec.gang import CELL_LEVELS, CellLevel
 from rota.spec.ids import NAME_PATTERN
-from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec
+from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec, arrow_of, endpoint
 from rota.spec.resources import types_of
 from rota.spec.torchrun import problem_of
 
 SELF = "self"
 ROLES_MAX = 64
+AFTER_MAX = 100
 INSTANCES_MAX = 100_000
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 QUEUE_PATH = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}(/[A-Za-z][A-Za-z0-9_.-]{0,62}){0,7}$")
@@ -22,7 +24,6 @@ IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 _NAME_RULE = "a name begins with a letter and holds at most 63 letters, digits, '_', '.' and '-'"
 SIZES_HINT = "roles that serve calls can, and commands with replicas: {min, max} and mesh: {dp: '*'}"
 """Which roles may change their size."""
-_CLOSENESS = ("device", "socket", "node", "rack")
 
 Path = tuple[str | int, ...]
 
@@ -59,6 +60,7 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
     """
     return (
         *_check_names(spec),
+        *_check_after(spec),
         *(finding for role in spec.roles for finding in _check_role(role)),
         *_check_order(spec),
         *_check_near(spec),
@@ -81,14 +83,8 @@ def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
 
 def unenforced(spec: JobSpec) -> tuple[str, ...]:
     """What the job asks for and nothing enforces, a sentence each."""
-    roles = [role.name for role in spec.roles if role.res.memory_bytes]
-    memory = (
-        f"memory of {', '.join(roles)}: counted for placement, not enforced; a process may use more than it asked for"
-    )
-    peers = [role.name for role in spec.roles if "peer" in role.fail.state]
-    peer = f"state peer of {', '.join(peers)}: not built; of what is named, shadow and checkpoint give state back"
     image = f"image {spec.image}: ignored; processes start in the environment of the service, in no container"
-    return (*((memory,) if roles else ()), *((peer,) if peers else ()), *((image,) if spec.image is not None else ()))
+    return (image,) if spec.image is not None else ()
 
 
 def fixed_size(role: RoleSpec) -> str:
@@ -127,6 +123,7 @@ def _check_names(spec: JobSpec) -> Iterator[Finding]:
         hint = "a queue is a path such as research/rl"
         yield Finding(path=("queue",), message=f"{spec.queue!r} is not a queue", hint=hint, code="BAD_NAME")
     yield from _check_env(("env",), spec.env)
+    yield from _check_packages(("packages",), spec.packages)
     for index, name in enumerate(spec.secrets):
         if not ENV_NAME.match(name):
             path = ("secrets", index)
@@ -140,10 +137,28 @@ def _check_env(path: Path, env: Sequence[tuple[str, str]]) -> Iterator[Finding]:
             yield Finding(path=(*path, name), message=f"{name!r} cannot name a variable", hint=hint, code="BAD_NAME")
 
 
+def _check_after(spec: JobSpec) -> Iterator[Finding]:
+    jobs = [one.job for one in spec.after]
+    if len(jobs) > AFTER_MAX:
+        yield Finding(path=("after",), message=f"{len(jobs)} jobs; at most {AFTER_MAX}", code="OUT_OF_RANGE")
+    for index, job in enumerate(jobs):
+        if job in jobs[:index]:
+            yield Finding(path=("after", index), message=f"{job!r} is there twice", code="DUPLICATE_NAME")
+
+
+def _check_packages(path: Path, packages: Sequence[str]) -> Iterator[Finding]:
+    for index, one in enumerate(packages):
+        if not one.strip() or one.startswith("-") or len(one.splitlines()) != 1:
+            message = f"{one!r} is not a requirement such as numpy>=2, and not a file such as requirements.txt"
+            hint = "options of pip are variables in env: PIP_INDEX_URL, PIP_FIND_LINKS"
+            yield Finding(path=(*path, index), message=message, hint=hint, code="BAD_VALUE")
+
+
 def _check_role(role: RoleSpec) -> Iterator[Finding]:
     at: Path = ("roles", role.name)
     yield from _check_workload(at, role)
     yield from _check_env((*at, "env"), role.env)
+    yield from _check_packages((*at, "packages"), role.packages)
     low, high = role.replicas_min, role.replicas_max
     if low < 1 or high < low or high > INSTANCES_MAX:
         rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"
@@ -291,12 +306,12 @@ def _check_near_entry(path: Path, role: RoleSpec, near: Near, names: Sequence[st
         yield Finding(path=path, message=message, code="CONTRADICTION")
 
 
-def _same_cell(spec: JobSpec, level: str) -> dict[str, str]:
+def _same_cell(spec: JobSpec, level: CellLevel) -> dict[str, str]:
     """Representative of the class of each role: collocated, directly or not, in one cell of ``level`` or closer."""
     root = {str(role.name): str(role.name) for role in spec.roles}
     for role in spec.roles:
         for near in role.collocate:
-            if near.role in root and _CLOSENESS.index(near.level) <= _CLOSENESS.index(level):
+            if near.role in root and CELL_LEVELS.index(near.level) <= CELL_LEVELS.index(level):
                 old, new = root[str(role.name)], root[near.role]
                 root = {name: new if top == old else top for name, top in root.items()}
     return root
@@ -358,26 +373,15 @@ def _check_edges(spec: JobSpec) -> Iterator[Finding]:
         found = list(_check_ends(spec, at, edge))
         yield from found
         if not found:
-            source, target = _vertex(spec, edge.source), _vertex(spec, edge.target)
+            source, target = arrow_of(spec, edge)
             flow.setdefault(source, []).append(target)
             flow.setdefault(target, [])
     circle = find_circle(flow)
     if circle:
         hint = "feedback goes by 'weights:' or through the loop"
         message = f"the data flow is a circle: {' -> '.join(circle)}"
-        last = next(
-            index
-            for index, edge in enumerate(spec.edges)
-            if (_vertex(spec, edge.source), _vertex(spec, edge.target)) == circle[-2:]
-        )
+        last = next(index for index, edge in enumerate(spec.edges) if arrow_of(spec, edge) == circle[-2:])
         yield Finding(path=("edges", last), message=message, hint=hint, code="CYCLE")
-
-
-def _vertex(spec: JobSpec, end: str) -> str:
-    if any(stream.name == end for stream in spec.streams):
-        return end
-    fits = [role.name for role in spec.roles if end == role.name or end.startswith(role.name + ".")]
-    return max(fits, key=len, default=end)
 
 
 def _check_ends(spec: JobSpec, at: Path, edge: Edge) -> Iterator[Finding]:
@@ -389,19 +393,17 @@ def _check_ends(spec: JobSpec, at: Path, edge: Edge) -> Iterator[Finding]:
                 message = f"a {edge.kind} edge joins operations, {end!r} is a stream"
                 yield Finding(path=at, message=message, code="CONTRADICTION")
             continue
-        vertex = _vertex(spec, end)
-        op = end[len(vertex) + 1 :]
-        if vertex not in roles:
+        found = endpoint(spec, end)
+        if found.role is None:
             word = end.rpartition(".")[0] or end
             hint = nearest(word, [*roles, *streams])
             yield Finding(path=at, message=f"no role or stream {word!r}", hint=hint, code="UNKNOWN_ROLE")
-        elif not op:
+        elif not found.op:
             yield Finding(path=at, message=f"{end!r} names no operation", hint=f"write {end}.OP", code="MISSING")
-        else:
-            interface = spec.role(vertex).interface
-            if interface is not None and interface.op(op) is None:
-                hint = nearest(op, [known.name for known in interface.ops])
-                yield Finding(path=at, message=f"role {vertex!r} has no operation {op!r}", hint=hint, code="UNKNOWN_OP")
+        elif (interface := spec.role(found.role).interface) is not None and interface.op(found.op) is None:
+            message = f"role {found.role!r} has no operation {found.op!r}"
+            hint = nearest(found.op, [known.name for known in interface.ops])
+            yield Finding(path=at, message=message, hint=hint, code="UNKNOWN_OP")
 
 
 def _check_weights(spec: JobSpec) -> Iterator[Finding]:

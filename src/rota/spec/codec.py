@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, NewType, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, NewType, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
@@ -40,6 +40,21 @@ def to_json_value(value: object) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+class JsonValue:
+    """Base of dataclasses that travel as plain values: between processes, in the log, in the API."""
+
+    __slots__ = ()
+
+    def to_json(self) -> JsonObject:
+        """The canonical form as plain values."""
+        return to_json_value(self)
+
+    @classmethod
+    def from_json(cls, raw: object) -> Self:
+        """Inverse of ``to_json``. Raises TypeError or ValueError for another form."""
+        return from_json_value(cls, raw)
 
 
 def dumps(value: object) -> str:

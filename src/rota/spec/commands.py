@@ -13,6 +13,10 @@ from rota.spec.events import JobEvent
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId
 
+NO_EPOCH = Epoch(0)
+FENCED_GRACE_S = 0.5
+"""Polite part of stopping what runs under an epoch that is over: nothing it could still save would count."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveGang:
@@ -59,7 +63,9 @@ class Assemble:
     """Set a living process up under ``epoch``: import and set up the workload, join the mesh, restore a commit.
 
     ``started_epoch`` names the process (it may be older than ``epoch``: a re-formed member keeps its process).
-    ``peers`` are the instances of its mesh in rank order. Outcome: InstanceReady, or InstanceLost.
+    ``peers`` are the instances of its mesh in rank order. What still runs of an older epoch is asked to end, and has
+    ``grace_s`` for it. Host ``source`` has the state under ``source_epoch`` when its own does not. Outcome:
+    InstanceReady, or InstanceLost.
     """
 
     instance: InstanceId
@@ -67,6 +73,9 @@ class Assemble:
     started_epoch: Epoch
     peers: tuple[InstanceId, ...]
     restore: int
+    grace_s: float = FENCED_GRACE_S
+    source: str = ""
+    source_epoch: Epoch = NO_EPOCH
 
     @property
     def id(self) -> str:
@@ -141,6 +150,26 @@ class SaveCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyCommit:
+    """Copy the state of commit ``n`` of a loop epoch into the memory of another machine, one of ``hosts`` if possible.
+
+    ``tries`` counts the outcomes before, ``fails`` those without a copy since the last one. Outcome: CommitCopied.
+    """
+
+    n: int
+    loop_epoch: Epoch
+    attempt: int
+    tries: int
+    fails: int
+    hosts: tuple[str, ...]
+    parts: tuple[Saving, ...]
+
+    @property
+    def id(self) -> str:
+        return f"copy/{self.attempt}/{self.loop_epoch}/{self.tries}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer:
     """Fire TimerFired(timer) after ``after_s`` seconds, counted from ``since_s`` (event time)."""
 
@@ -174,6 +203,7 @@ Command = (
     | StopInstance
     | CheckNode
     | SaveCommit
+    | CopyCommit
     | SetTimer
     | Emit
 )

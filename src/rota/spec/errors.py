@@ -61,6 +61,9 @@ class RotaError(Exception):
         self.hint = hint
         self.fields: dict[str, Any] = fields
 
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else str(self.message)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.fields))
 

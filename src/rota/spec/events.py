@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant, GangRequest, Placement
-from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
-from rota.spec.job import JobSpec
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.job import JobSpec, RoleStart
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node
 from rota.spec.states import JobState, Level
@@ -27,11 +27,39 @@ class JobEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceEvent(JobEvent):
+    """A fact about one instance under ``epoch``."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+
+    @property
+    def instance(self) -> InstanceId:
+        """Whom it speaks of."""
+        return InstanceId(self.role, self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterEvent:
     """A fact about nodes, queues or the installation."""
 
 
 # -- submission and scheduling (S) ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """The commit of an ended job that a new one begins with; its epochs follow those of that job.
+
+    ``path`` is the folder of the checkpoint among those of the new job, ``cursor`` that of the commit.
+    """
+
+    job: JobId
+    commit: int
+    path: str
+    epoch: Epoch
+    cursor: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +73,18 @@ class JobSubmitted(JobEvent):
     workdir: str = ""
     idempotency_key: str = ""
     uid: str = ""
+    continues: Continued | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobQueued(JobEvent):
-    """Accepted by the scheduler: QUEUED. ``spec`` is set when inspecting the workloads completed it."""
+    """Accepted by the scheduler: QUEUED. ``spec`` is set when inspecting the workloads completed it.
+
+    ``from_commit`` is the saved commit that a paused job continues from in place of its last one; 0 is the start.
+    """
 
     spec: JobSpec | None = None
+    from_commit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +103,8 @@ class JobAdmitted(JobEvent):
     attempt: int
     epoch: Epoch
     placement: Placement
+    starts: tuple[RoleStart, ...] = ()
+    """Roles that do not start with their fewest instances on any device: what was chosen among their sizes."""
     why: JsonObject = field(default_factory=JsonObject)
 
 
@@ -203,43 +238,34 @@ class GangAsked(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceStarted(JobEvent):
-    """A process exists for this instance; it is not set up yet. ``epoch`` is that of the instance."""
+class InstanceStarted(InstanceEvent):
+    """A process exists for this instance; it is not set up yet. ``epoch`` is that of the instance.
 
-    role: RoleName
-    rank: int
-    epoch: Epoch
+    ``address`` is where instances on other machines call it, ``host:port``; empty when its node works by itself.
+    """
+
     node: NodeId
     pid: int
     start_time: float = 0.0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceReady(JobEvent):
+class InstanceReady(InstanceEvent):
     """The instance is set up under ``epoch`` with the state of commit ``restored``."""
 
-    role: RoleName
-    rank: int
-    epoch: Epoch
     restored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceEnded(JobEvent):
+class InstanceEnded(InstanceEvent):
     """A finite instance (loop, command, function) returned with success."""
-
-    role: RoleName
-    rank: int
-    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceLost(JobEvent):
+class InstanceLost(InstanceEvent):
     """The instance failed: its process died, or its code raised. ``alive`` = the process still lives (code raised)."""
 
-    role: RoleName
-    rank: int
-    epoch: Epoch
     reason: Reason
     text: str = ""
     traceback: str = ""
@@ -249,21 +275,14 @@ class InstanceLost(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceStopped(JobEvent):
+class InstanceStopped(InstanceEvent):
     """A process that was asked to stop is known to be gone."""
-
-    role: RoleName
-    rank: int
-    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressStalled(JobEvent):
+class ProgressStalled(InstanceEvent):
     """No progress for ``idle_s``. ``text``: who others wait for, or the cycle of those who wait (reason HANG)."""
 
-    role: RoleName
-    rank: int
-    epoch: Epoch
     idle_s: float
     stacks: str = ""
     reason: Reason = Reason.NO_PROGRESS
@@ -336,6 +355,21 @@ class CheckpointSaved(JobEvent):
 
     n: int
     path: str
+    seconds: float = 0.0
+    cursor: JsonObject = field(default_factory=JsonObject)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitCopied(JobEvent):
+    """Which state of commit ``n`` lies in the memory of another machine, too: (role, rank, host, epoch) of each.
+
+    None: no machine has taken it, and ``text`` says why. ``cursor`` is that of the commit.
+    """
+
+    n: int
+    loop_epoch: Epoch
+    copies: tuple[tuple[RoleName, int, str, Epoch], ...] = ()
+    text: str = ""
     seconds: float = 0.0
     cursor: JsonObject = field(default_factory=JsonObject)
 
@@ -427,6 +461,15 @@ class QueuesChanged(ClusterEvent):
 
     queues: tuple[JsonObject, ...]
     by: str = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertAcknowledged(ClusterEvent):
+    """A user has seen an alert; ``alert`` is its id, which names one occurrence."""
+
+    alert: str
+    by: str = "local"
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -525,7 +568,7 @@ class WebhookRemoved(AccountEvent):
 Event = JobEvent | ClusterEvent
 
 
-_ROOTS = (JobEvent, ClusterEvent, AccountEvent)
+_ROOTS = (JobEvent, InstanceEvent, ClusterEvent, AccountEvent)
 KINDS: dict[str, type[JobEvent] | type[ClusterEvent]] = {
     name: cls
     for name, cls in globals().items()

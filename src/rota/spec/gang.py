@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rota.spec.ids import GangId, InstanceId, NodeId
 from rota.spec.resources import Res
 
 CellLevel = Literal["device", "socket", "node", "rack"]
+CELL_LEVELS: tuple[CellLevel, ...] = get_args(CellLevel)
+"""From the narrowest cell to the widest."""
 Share = Literal["lease", "fraction"]
 
 

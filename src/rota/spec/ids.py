@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import NewType
 
+from rota.spec.errors import BadInput
+
 JobId = NewType("JobId", str)
 NodeId = NewType("NodeId", str)
 RoleName = NewType("RoleName", str)
@@ -32,3 +34,11 @@ class InstanceId:
         if not sep or not rank.isdigit() or not NAME_PATTERN.match(role):
             raise ValueError(f"{text!r} is not ROLE/RANK, for example rollout/0")
         return InstanceId(RoleName(role), int(rank))
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """Parts of a path below the output folder of a job. Raises BadInput for one that is absolute or has ``..``."""
+    parts = tuple(part for part in path.split("/") if part not in ("", "."))
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise BadInput(f"path {path!r}: must lie below the output folder", hint="a relative path without '..'")
+    return parts

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, cast
 
 from rota.spec import codec
-from rota.spec.codec import JsonObject
+from rota.spec.codec import JsonObject, JsonValue
 from rota.spec.dispatch import OpSpec
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.queue import DEFAULT_QUEUE
-from rota.spec.resources import Res
+from rota.spec.resources import Limits, Res
 from rota.spec.torchrun import is_torchrun
 
 SPEC_VERSION = 1
@@ -27,6 +27,7 @@ Restart = Literal["process", "role", "node", "job"]
 EdgeKind = Literal["call", "stream", "grad", "handoff"]
 StaleBy = Literal["pace", "drop", "abort"]
 WorkloadKind = Literal["class", "loop", "function"]
+AfterWhen = Literal["succeeded", "ended"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,10 @@ class TrainedModel:
 class SizedPlan:
     """The parallel plan of a role of ``replicas`` instances as canonical JSON, and why it was chosen.
 
-    ``together`` consecutive instances must be on one node, as they share tensor-parallel groups; ``close`` consecutive
-    ones should be, as they share context-parallel groups. 1 = no rule.
+    ``together`` consecutive instances must be on one node, as they share tensor-parallel groups, or context-parallel
+    ones that were priced there; ``close`` consecutive ones should be, as they are neighbours in the mesh. 1 = no rule.
+    Predicted, 0 = unknown: ``step_s`` seconds a step, ``device_bytes`` on the fullest device, ``memory_bytes`` of the
+    host for one instance. ``steps`` has the seconds a step by device type, where the role may get several.
     """
 
     replicas: int
@@ -117,6 +120,19 @@ class SizedPlan:
     why: str
     together: int = 1
     close: int = 1
+    step_s: float = 0.0
+    device_bytes: int = 0
+    memory_bytes: int = 0
+    steps: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleStart:
+    """With how many instances of a role an attempt starts, and on which type of device (None: any that it takes)."""
+
+    role: RoleName
+    replicas: int
+    gpu_type: str | None = None
 
 
 Sizes = tuple[int, int, tuple[tuple[str, int], ...], str | None]
@@ -135,10 +151,10 @@ def sizes_of(mesh: Mapping[str, int | str], replicas: int | tuple[int, int] | No
 class RoleSpec:
     """A named group of identical instances. Exactly one of ``workload`` (import path) and ``run`` (command) is set.
 
-    ``replicas_min`` instances start with the gang, up to ``replicas_max`` may be added. ``mesh`` maps axis to size in
-    declaration order; the product is the number of instances. ``interface`` is None until the workload was inspected
-    (always None for ``run``). ``plan`` is ``auto`` or a plan file; ``plans``, one for each size that the role may then
-    have, is filled in when the job is admitted.
+    ``replicas_min`` instances start with the gang unless an admission chose more, up to ``replicas_max`` may be added.
+    ``mesh`` maps axis to size in declaration order; the product is the number of instances. ``interface`` is None until
+    the workload was inspected (always None for ``run``). ``plan`` is ``auto`` or a plan file; ``plans``, one for each
+    size that the role may then have, is filled in when the job is admitted.
     """
 
     name: RoleName
@@ -152,6 +168,9 @@ class RoleSpec:
     mesh: tuple[tuple[str, int], ...] = ()
     elastic_axis: str | None = None
     res: Res = field(default_factory=Res)
+    limits: Limits = field(default_factory=Limits)
+    packages: tuple[str, ...] = ()
+    """Requirements of pip, and files of them, on top of the environment of the service."""
     env: tuple[tuple[str, str], ...] = ()
     fail: Fail = field(default_factory=Fail)
     collocate: tuple[Near, ...] = ()
@@ -161,6 +180,8 @@ class RoleSpec:
     plan: str | None = None
     model: TrainedModel | None = None
     plans: tuple[SizedPlan, ...] = ()
+    start: RoleStart | None = None
+    """What the scheduler chose for this attempt; None: ``replicas_min`` instances."""
 
     @property
     def torchrun(self) -> bool:
@@ -191,15 +212,39 @@ class RoleSpec:
         return self.interface is not None and self.interface.kind == "class" and not (self.meshed or self.stateful)
 
     @property
+    def starts(self) -> int:
+        """Members that start with the gang, warm spares aside."""
+        return self.start.replicas if self.start is not None else self.replicas_min
+
+    @property
+    def spares(self) -> int:
+        """Warm spares, which start with the gang too."""
+        return self.fail.standby if self.serves else 0
+
+    @property
     def gang_size(self) -> int:
-        """Members that start with the gang: the fewest, and the warm spares."""
-        return self.replicas_min + (self.fail.standby if self.serves else 0)
+        """Members that start with the gang, and the warm spares."""
+        return self.starts + self.spares
+
+    @property
+    def resizes(self) -> bool:
+        """True when members may come and go while the job runs."""
+        return self.replicas_max > self.replicas_min and (self.serves or (self.meshed and self.run is not None))
 
     @property
     def seats(self) -> int:
         """Members that there may be at once; those above ``gang_size`` come and go."""
-        grows = self.serves or (self.meshed and self.run is not None)
-        return self.gang_size + (self.replicas_max - self.replicas_min if grows else 0)
+        return self.spares + (self.replicas_max if self.resizes else self.starts)
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The types of device that an instance takes: that of this attempt, else those that the role asks."""
+        return (self.start and self.start.gpu_type) or self.res.gpu_type
+
+    @property
+    def memory_ask(self) -> int:
+        """Host memory to place an instance by, in bytes: what the role says, which is a limit too, else its plans."""
+        return self.res.memory_bytes or max((plan.memory_bytes for plan in self.plans), default=0)
 
     @property
     def restart(self) -> Restart:
@@ -275,13 +320,26 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
+class After:
+    """One entry of ``after``: another job by its id, or by its name until the job is submitted, and how it must end.
+
+    A job that has to succeed and does not ends this one with ``DEPENDENCY_FAILED``.
+    """
+
+    job: str
+    when: AfterWhen = "succeeded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec(JsonValue):
     """A whole job. Made by the job-file reader or the Python builder; both give the same value."""
 
     name: str
     roles: tuple[RoleSpec, ...]
     queue: str = DEFAULT_QUEUE
     priority: int = 50
+    after: tuple[After, ...] = ()
+    """Jobs that must end before this one starts for the first time."""
     edges: tuple[Edge, ...] = ()
     streams: tuple[StreamSpec, ...] = ()
     weights: tuple[WeightsEdge, ...] = ()
@@ -294,6 +352,8 @@ class JobSpec:
     data: str | None = None
     output: str | None = None
     env: tuple[tuple[str, str], ...] = ()
+    packages: tuple[str, ...] = ()
+    """Those of every role, before its own."""
     secrets: tuple[str, ...] = ()
     image: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
@@ -308,24 +368,57 @@ class JobSpec:
                 return role
         raise KeyError(name)
 
+    def packages_of(self, role: RoleSpec) -> tuple[str, ...]:
+        """What pip installs for the instances of a role."""
+        return (*self.packages, *role.packages)
+
     @property
     def loop(self) -> RoleSpec | None:
         """The loop role, if the job has one."""
         return next((role for role in self.roles if role.is_loop), None)
 
-    def to_json(self) -> JsonObject:
-        """The canonical form as plain values."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: JsonObject) -> JobSpec:
-        """Inverse of ``to_json``. Raises TypeError or ValueError for another form."""
-        return codec.from_json_value(JobSpec, raw)
-
     @property
     def digest(self) -> str:
         """First 16 hex digits of the SHA-256 of the canonical JSON."""
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One end of an edge as written: an operation of a role, or a stream (``role`` is then None)."""
+
+    text: str
+    role: RoleName | None = None
+    op: str = ""
+
+    @property
+    def vertex(self) -> str:
+        """Name of its vertex in the data flow: the role or the stream."""
+        return self.role or self.text
+
+
+def endpoint(spec: JobSpec, text: str) -> Endpoint:
+    """Read one end of an edge: the longest role name that fits, else the name of a stream or of a bare role."""
+    if any(stream.name == text for stream in spec.streams):
+        return Endpoint(text)
+    fits = [role.name for role in spec.roles if text == role.name or text.startswith(role.name + ".")]
+    if not fits:
+        return Endpoint(text)
+    role = max(fits, key=len)
+    return Endpoint(text, role, text[len(role) + 1 :])
+
+
+def arrow_of(spec: JobSpec, edge: Edge) -> tuple[str, str]:
+    """The vertices of the data flow that an edge joins."""
+    return endpoint(spec, edge.source).vertex, endpoint(spec, edge.target).vertex
+
+
+def started_spec(spec: JobSpec, starts: tuple[RoleStart, ...]) -> JobSpec:
+    """The spec of an attempt: the roles that are named start as it says, the others with their fewest instances."""
+    by_role = {one.role: one for one in starts}
+    if all(role.start == by_role.get(role.name) for role in spec.roles):
+        return spec
+    return replace(spec, roles=tuple(replace(role, start=by_role.get(role.name)) for role in spec.roles))
 
 
 def changed_spec(spec: JobSpec, changes: JsonObject) -> JobSpec:

@@ -75,11 +75,13 @@ class Reason(StrEnum):
     RESERVED_FOR_OTHER = _waits("Free devices are reserved for a job ahead.")
     BEHIND_IN_ORDER = _waits("A job ahead in the order of the queue must start first.")
     NOT_BEFORE = _waits("The job asked not to begin before a later time.")
+    DEPENDENCY = _waits("The job starts after other jobs, which have not ended.")
     PAUSED = _waits("The job is paused; rota resume JOB puts it back into the queue.")
     QUEUE_CLOSED = _waits("The queue is closed for new starts.")
     COOL_DOWN = _waits("A cool-down after a preemption has not passed.")
     NON_PREEMPTIBLE_OVER_QUOTA = _waits("Work that may not be preempted must fit into the guarantee.")
     ENGINE_STARTING = _waits("The engine is starting.")
+    NO_USABLE_NODE = _waits("No machine can be used; the text names each with what it lacks.")
     INFEASIBLE_NOW = _waits("Nodes left the cluster; what remains can never hold the request.")
     # moving
     PREEMPTED_RECLAIM = _moves("A queue took back what it had lent.")
@@ -95,6 +97,7 @@ class Reason(StrEnum):
     SIGNALLED = _fails("infra", "A process was ended by a signal.")
     SELF_ENDED = _fails("infra", "A process ended itself so that another takes its place; see exit statuses 70 and 71.")
     OOM_KILLED = _fails("user", "A process used more memory than it may.")
+    OVER_LIMIT = _fails("user", "An instance used more processes, open files or disk than it may.")
     GPU_LOST = _fails("infra", "A device disappeared.")
     GPU_ECC = _fails("infra", "A device reported uncorrectable memory errors.")
     NODE_LOST = _fails("infra", "A node stopped answering.")
@@ -124,9 +127,10 @@ class Reason(StrEnum):
     NO_NODE = _widens("No other node is available.")
     NODE_HEALTHY = _widens("The node passed its check; only processes died.")
     # end
-    COMPLETED = _info("end", "user", "Every role that had to end returned.", JobState.SUCCEEDED)
+    COMPLETED = _info("end", "user", "All roles finished.", JobState.SUCCEEDED)
     STOPPED_BY_USER = _info("end", "user", "Stopped by its user.", JobState.CANCELLED)
     TIME_LIMIT = _info("end", "policy", "The time limit was reached.", JobState.FAILED)
+    DEPENDENCY_FAILED = _info("end", "user", "A job that had to succeed before this one did not.", JobState.FAILED)
     INTERNAL = _info("end", "rota", "Internal error in Rota; see the service log.", JobState.FAILED)
     # refusal
     INVALID = _info("refusal", "user", "The request is not valid.", JobState.FAILED)

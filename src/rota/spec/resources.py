@@ -87,6 +87,19 @@ class Res:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one instance may use at most, beside ``Res.memory_bytes``; 0: no limit.
+
+    ``processes`` counts those that it and its children start, itself included; ``files`` are open files and sockets of
+    one process; ``disk_bytes`` is what the folder of its job, logs and output included, may hold on its machine.
+    """
+
+    processes: int = 0
+    files: int = 0
+    disk_bytes: int = 0
+
+
 class Health(StrEnum):
     """Fitness of a device or node for new work."""
 

@@ -3,7 +3,10 @@
 The job: SUBMITTED -> QUEUED -> ADMITTED -> CHECKING -> STARTING -> RUNNING, with RUNNING <-> RECOVERING and
 RESIZING, then STOPPING -> SUCCEEDED, FAILED or CANCELLED. Preemption is PREEMPTING -> QUEUED with the next attempt, a
 pause PREEMPTING -> PAUSED -> QUEUED.
-The instance: PLANNED -> STARTING -> STALE -> READY -> SUSPECT -> LOST, or STOPPING -> GONE.
+The instance: PLANNED -> STARTING -> STALE -> READY -> LOST, or STOPPING -> GONE.
+The reservation of a gang: reserving -> reserved -> releasing; then it is gone.
+The ask for a gang beside those of the admission: wanted -> asked -> granted, or held -> granted; dropped when it is not
+wanted any more, or not reserved.
 The weights that an instance reads: STALE -> SYNCING -> SYNCED -> STALE or SUSPECT -> SYNCING; gone with the instance.
 """
 
@@ -81,8 +84,6 @@ class InstanceState(StrEnum):
     """The process lives; its state or weights are not current, so it gets no work."""
     READY = "READY"
     """Set up under the current epoch; eligible for work."""
-    SUSPECT = "SUSPECT"
-    """Silent or without progress; not yet given up."""
     LOST = "LOST"
     """Its process is known dead or fenced."""
     STOPPING = "STOPPING"
@@ -94,6 +95,32 @@ class InstanceState(StrEnum):
     def terminal(self) -> bool:
         """True when no process of this epoch can act any more."""
         return self in (InstanceState.LOST, InstanceState.GONE)
+
+
+class GangState(StrEnum):
+    """State of the reservation of one gang, as far as the log knows."""
+
+    RESERVING = "reserving"
+    """Granted by the scheduler; the engine was asked for it."""
+    RESERVED = "reserved"
+    """The engine holds it: processes may start there."""
+    RELEASING = "releasing"
+    """To be given back; gone once `GangReleased` is in the log."""
+
+
+class AskState(StrEnum):
+    """State of an ask for a gang beside those of the admission: a member that joins, or another place."""
+
+    WANTED = "wanted"
+    """`GangAsked` is not in the log yet: the scheduler does not know of it."""
+    ASKED = "asked"
+    """The scheduler can grant it."""
+    HELD = "held"
+    """Granted; its members still run on the node that they are to leave."""
+    GRANTED = "granted"
+    """Its members have their place there."""
+    DROPPED = "dropped"
+    """Not wanted any more, or not reserved; forgotten once `GangReleased` is in the log."""
 
 
 class ReplicaState(StrEnum):

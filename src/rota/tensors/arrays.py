@@ -76,6 +76,10 @@ def source_of(value: Tensor, *, device: bool = False) -> TensorSource:
         return _torch_source(value if is_torch(value) else load_torch().from_numpy(np.asarray(value)), device=True)
     if is_torch(value):
         return _torch_source(value)
+    masked = sys.modules.get("numpy.ma")  # not imported here: a signal may come in the middle of an import
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        hint = "share value.filled(...), or value.data and value.mask under two names"
+        raise errors.UnsupportedTensor("a masked array cannot be shared", hint=hint, layout="masked")
     try:
         array = np.asarray(value)
     except ValueError as error:  # rows of different lengths
@@ -99,9 +103,7 @@ def view_of(layout: Layout, holder: Holder, base: int, as_: str) -> Tensor:
         raise errors.UnsupportedTensor(text, hint="read it as_='torch'", dtype=layout.dtype, layout="numpy")
     if layout.bytes == 0:
         return np.empty(layout.shape, layout.dtype)
-    start = base + layout.offset
-    flat = np.frombuffer(holder, np.uint8, layout.bytes, start)  # pyright: ignore[reportCallIssue, reportArgumentType]  # ctypes arrays are buffers
-    return flat.view(layout.dtype).reshape(layout.shape)
+    return np.ndarray(layout.shape, layout.dtype, holder, base + layout.offset)  # pyright: ignore[reportArgumentType]  # ctypes arrays are buffers
 
 
 def dtype_name(dtype: object) -> str:
@@ -166,13 +168,15 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 def _torch_view(layout: Layout, holder: Holder, base: int) -> torch.Tensor:
     torch = load_torch()
+    dtype, start = _torch_dtype(layout.dtype), base + layout.offset
     if layout.bytes == 0:
-        return torch.empty(layout.shape, dtype=_torch_dtype(layout.dtype))
+        return torch.empty(layout.shape, dtype=dtype)
+    count = layout.bytes // ITEM_BYTES[layout.dtype]
     if isinstance(holder, mmap.mmap):
         # torch says once that it cannot mark a tensor read-only; in sealed mode the page protection does
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            flat = torch.frombuffer(holder, dtype=torch.uint8, count=layout.bytes, offset=base + layout.offset)
+            flat = torch.frombuffer(holder, dtype=dtype, count=count, offset=start)
     else:
-        flat = torch.frombuffer(holder, dtype=torch.uint8, count=layout.bytes, offset=base + layout.offset)
-    return flat.view(_torch_dtype(layout.dtype)).view(layout.shape)
+        flat = torch.frombuffer(holder, dtype=dtype, count=count, offset=start)
+    return flat if layout.shape == (count,) else flat.view(layout.shape)

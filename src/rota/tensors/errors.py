@@ -14,6 +14,7 @@
     |   +-- PublishBlocked    another process holds the lock of the name
     +-- OutOfMemory           neither free, nor trimmed, nor evicted bytes suffice
     |   +-- QuotaExceeded     the namespace's ``bytes_max``
+    +-- TransferFailed        the machine that has it stopped answering in the middle of it
     +-- OwnerLost             the keeper of the device died, and its memory with it
     +-- WrongDevice           this process does not see the device a tensor is on
     +-- IpcUnavailable        memory of another process cannot be opened
@@ -115,6 +116,12 @@ class BackPressure(TensorError):
     code, http, exit = "TENSOR_BACK_PRESSURE", 503, 5
 
 
+class TransferFailed(TensorError):
+    """A version was on its way from another machine, which stopped answering; nothing of it is here; fields: name."""
+
+    code, http = "TENSOR_TRANSFER_FAILED", 503
+
+
 class OwnerLost(TensorError):
     """The keeper of a device died and the tensor with it; publish it again; fields: name, device."""
 
@@ -128,7 +135,7 @@ class WrongDevice(TensorError):
 
 
 class IpcUnavailable(TensorError):
-    """Device memory of another process cannot be opened, or there is no driver; the message has the driver's words."""
+    """Device memory of another process cannot be opened, or the driver is missing; the message quotes the driver."""
 
     code, http = "TENSOR_IPC_UNAVAILABLE", 503
 

@@ -3,7 +3,12 @@
 The file ``gen`` holds slots of two 64-bit words, ``(version, last)``. Slot 0 is ``(registry epoch, newest id when it
 began)``, one further slot belongs to each name. ``version`` is the current version of the name, or 0: ask the
 registry. ``last`` is the newest id that was ever current. Whoever changes a current version does so under the lock of
-its slot: ``version = 0``, script, ``last``, ``version``. Death frees the lock and leaves 0, which is slow but right.
+its slot: ``version = 0``, script, place, ``last``, ``version``. Death frees the lock and leaves 0, which is slow but
+right.
+
+Behind the slots lies for each of them the **place** of one version, in four words ``(version, number of the segment,
+offset, block)``: with it a reader needs no registry. A place never changes for a version, so it is right when its
+first word is the version that the slot shows before the place was read and afterwards.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -31,7 +36,15 @@ _BLOCKED_S: Final = 1.0
 _RETRY_FIRST_S: Final = 0.00005
 _RETRY_MAX_S: Final = 0.002
 _STRIPES: Final = 64
+_TRIES_AT_ONCE: Final = 16
+_RINGS: Final = 1 << 40
+"""Locks of rings are those of bytes that no file has, far behind the slots."""
 _DELETED: Final = 1 << 63
+_PLACE: Final = struct.Struct("<4Q")
+_PLACES_AT: Final = (SLOTS_MAX + 1) * SLOT_BYTES
+_PLACES_STEP: Final = 2048
+Place: TypeAlias = tuple[int, int, int, int]
+"""Where a version lies: (version, number of its segment, offset, block); the segment is ``seg-<block>-<number>``."""
 
 
 class GenerationTable(LockFile):
@@ -44,12 +57,15 @@ class GenerationTable(LockFile):
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(path)
         self._clock = clock
-        size = (SLOTS_MAX + 1) * SLOT_BYTES
+        size = _PLACES_AT + (SLOTS_MAX + 1) * _PLACE.size
         if os.fstat(self.fd).st_size < size:
-            os.posix_fallocate(self.fd, 0, size)
+            os.posix_fallocate(self.fd, 0, _PLACES_AT + _PLACES_STEP * _PLACE.size)
+            os.truncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.words = memoryview(self._map).cast("Q")
-        self._stripes = [threading.RLock() for _ in range(_STRIPES)]
+        self.words = memoryview(self._map)[:_PLACES_AT].cast("Q")
+        self._allocated = memoryview(self._map)[_PLACES_AT : _PLACES_AT + _PLACE.size].cast("Q")
+        """In the place of slot 0: the slots that have a place, if more than the first step have one, and ``fences``."""
+        self._stripes = [threading.RLock() for _ in range(2 * _STRIPES)]
         self._inside: set[int] = set()
 
     @property
@@ -65,6 +81,15 @@ class GenerationTable(LockFile):
     def creations(self) -> int:
         """Changes with the first version of any name."""
         return self.words[1]
+
+    @property
+    def fences(self) -> int:
+        """Changes with every fence."""
+        return self._allocated[1]
+
+    def fenced(self) -> None:
+        """Let those look who work without the registry; the caller holds the lock of all fences."""
+        self._allocated[1] += 1
 
     def created(self, version: int) -> None:
         """Wake those who wait for an unknown name. Ids are never reused, so the word never repeats a value."""
@@ -86,9 +111,29 @@ class GenerationTable(LockFile):
         """True when the newest id that was ever current was deleted, and none came since."""
         return bool(self.words[2 * slot + 1] & _DELETED)
 
+    def place(self, slot: int, version: int) -> Place | None:
+        """Where a version lies that the slot shows; None when the table does not say: the registry knows."""
+        if slot >= max(self._allocated[0], _PLACES_STEP):
+            return None
+        found: Place = _PLACE.unpack_from(self._map, _PLACES_AT + slot * _PLACE.size)
+        return found if found[0] == version else None
+
+    def store_place(self, slot: int, place: Place) -> None:
+        """Say where a version lies, before ``store`` shows it; the caller holds the slot's lock. Without memory for it
+        readers ask the registry: there are places for as many slots as were needed, and never a hole, since a look
+        into one kills where shared memory is full."""
+        if slot >= max(self._allocated[0], _PLACES_STEP):
+            end = (slot // _PLACES_STEP + 1) * _PLACES_STEP
+            try:
+                os.posix_fallocate(self.fd, _PLACES_AT, end * _PLACE.size)
+            except OSError:
+                return
+            self._allocated[0] = end
+        _PLACE.pack_into(self._map, _PLACES_AT + slot * _PLACE.size, *place)
+
     def store(self, slot: int, version: int) -> None:
         """Say what is current now; the caller holds the slot's lock."""
-        if version > self.last(slot):
+        if version >= self.last(slot):  # the same one again: it was not deleted after all
             self.words[2 * slot + 1] = version
         self.words[2 * slot] = version
 
@@ -109,10 +154,23 @@ class GenerationTable(LockFile):
             stripe.release()
         return True
 
-    def store_deleted(self, slot: int, version: int) -> None:
-        """Say that there is none any more; the caller holds the slot's lock."""
+    def restore(self, slot: int, name: str, find_version: Callable[[], int]) -> None:
+        """Say what is current in a slot that says nothing. It is asked for under the slot's lock: what was current
+        before may have been deleted since. Raises as ``slot_lock``."""
+        with self._held(slot, self._stripes[slot % _STRIPES], name):
+            if not self.words[2 * slot] and (version := find_version()):
+                self.store(slot, version)
+
+    def store_last(self, slot: int, word: int) -> None:
+        """Undo ``store_deleted``, which gave this word."""
+        self.words[2 * slot + 1] = word
+
+    def store_deleted(self, slot: int, version: int) -> int:
+        """Mark the slot as empty; the caller holds its lock. Returns the word it had of the newest."""
+        before = self.words[2 * slot + 1]
         self.words[2 * slot + 1] = max(version, self.last(slot)) | _DELETED
         self.words[2 * slot] = 0
+        return before
 
     def lose_all(self, epoch: int) -> None:
         """The registry is lost: a new epoch begins, and every slot says ask the registry."""
@@ -123,35 +181,47 @@ class GenerationTable(LockFile):
     @contextlib.contextmanager
     def slot_lock(self, slot: int, name: str) -> Iterator[None]:
         """Hold the slot's lock, its version set to 0. Raises PublishBlocked after a second, with the pid inside."""
-        stripe = self._stripes[slot % _STRIPES]
-        with stripe:
-            if slot in self._inside:  # by this very thread, which is in the handler of a signal
-                raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
-            try:
-                self._lock(slot, name)
-                self._inside.add(slot)
-                self.words[2 * slot] = 0
-                failpoint("slot-zero")
-                yield
-            finally:
-                self._inside.discard(slot)
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
+        with self._held(slot, self._stripes[slot % _STRIPES], name):
+            self.words[2 * slot] = 0
+            failpoint("slot-zero")
+            yield
 
-    def blocker(self, slot: int) -> int:
-        """Pid of the process inside the slot's lock, 0 when there is none (or it is this one)."""
-        ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot * SLOT_BYTES, SLOT_BYTES, 0)
+    def ring_lock(self, slot: int, name: str) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock of the ring of records whose table has that slot. Raises as ``slot_lock``."""
+        return self._held(slot + _RINGS, self._stripes[slot % _STRIPES + _STRIPES], name)
+
+    def blocker(self, key: int) -> int:
+        """Pid of the process inside the slot's lock, 0 when it is free or held by this process."""
+        ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, key * SLOT_BYTES, SLOT_BYTES, 0)
         kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self.fd, fcntl.F_GETLK, ask))
         return 0 if kind == fcntl.F_UNLCK else pid
 
-    def _lock(self, slot: int, name: str) -> None:
-        deadline_s = self._clock.monotonic_s() + _BLOCKED_S
-        delay_s = _RETRY_FIRST_S
+    @contextlib.contextmanager
+    def _held(self, key: int, stripe: threading.RLock, name: str) -> Iterator[None]:
+        with stripe:
+            if key in self._inside:  # by this very thread, which is in the handler of a signal
+                raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
+            try:
+                self._lock(key, name)
+                self._inside.add(key)
+                yield
+            finally:
+                self._inside.discard(key)
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, key * SLOT_BYTES)
+
+    def _lock(self, key: int, name: str) -> None:
+        tries, deadline_s, delay_s = _TRIES_AT_ONCE, 0.0, _RETRY_FIRST_S
         while True:
             try:
-                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, key * SLOT_BYTES)
             except (BlockingIOError, PermissionError):
-                if self._clock.monotonic_s() > deadline_s:
-                    pid = self.blocker(slot)
+                tries -= 1
+                if tries > 0:
+                    continue
+                now_s = self._clock.monotonic_s()
+                deadline_s = deadline_s or now_s + _BLOCKED_S
+                if now_s > deadline_s:
+                    pid = self.blocker(key)
                     raise errors.PublishBlocked(f"{name}: process {pid} is publishing it", name=name, pid=pid) from None
                 blocking_sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, TypedDict
 
+from rota.runtime.clock import blocking_sleep
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
-from rota.tensors.locks import clients_in, is_alive, read_file
+from rota.tensors.locks import clients_in, is_alive, noted_in, read_file
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import STATES, Dump, Row
 from rota.tensors.segments import BlockHeader
@@ -189,16 +190,16 @@ def row_document(row: Row, now_s: float) -> TensorRow:
 def tensor_list(space: Space, prefix: str = "") -> TensorList:
     """The document of ``rota tensors ls``."""
     now_s = space.clock.wall_s()
-    return {"items": [row_document(row, now_s) for row in space.registry.ls_all(prefix) if row.version]}
+    return {"items": [row_document(row, now_s) for row in space.rows(prefix) if row.version]}
 
 
 def tensor(space: Space, row: Row) -> TensorDocument:
     """The document of ``rota tensors stat``: the row, its versions, their holders, its latest events."""
-    dump, now_s = space.registry.dump(), space.clock.wall_s()
+    dump, now_s, direct = space.registry.dump(), space.clock.wall_s(), noted_in(space.clients)
     versions: list[VersionRow] = [
         {
-            "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]), "leases": int(v["refs"]),
-            "state": STATES[v["st"]], "bytes": int(v["len"]),
+            "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]),
+            "leases": int(v["refs"]) + direct[int(key[2:])], "state": STATES[v["st"]], "bytes": int(v["len"]),
             "segment": v["seg"], "offset": int(v["off"]), "part": int(v["part"]), "world": int(v["world"]),
             "tier": _tier(space.segments.path(v["seg"]), json.loads(v["desc"] or "{}").get("device", "")),
             "holders": holders(space, dump, key[2:], now_s),
@@ -247,7 +248,8 @@ def _header(space: Space, fields: Mapping[str, str]) -> BlockHeader | None:
 
 def top(space: Space, n_max: int = 20) -> TopDocument:
     """Names by bytes, with those that only old leases keep."""
-    dump = space.registry.dump()
+    space.reap()
+    dump, direct = space.registry.dump(), noted_in(space.clients)
     names: dict[str, TopRow] = {}
     for key, fields in dump.items():
         if key.startswith("v:"):
@@ -255,7 +257,7 @@ def top(space: Space, n_max: int = 20) -> TopDocument:
             item = names.setdefault(fields["name"], none)
             item["bytes"] += int(fields["blk"])
             item["doomed_bytes"] += int(fields["blk"]) if fields["st"] == "d" else 0
-            item["leases"] += int(fields["refs"])
+            item["leases"] += int(fields["refs"]) + direct[int(key[2:])]
             item["versions"] += 1
     items = sorted(names.values(), key=lambda item: (-item["bytes"], item["name"]))
     return {"items": items[:n_max]}
@@ -263,6 +265,7 @@ def top(space: Space, n_max: int = 20) -> TopDocument:
 
 def stats(space: Space) -> Stats:
     """Bytes, leases and counts of a namespace and of this process."""
+    space.reap()
     dump = space.registry.dump()
     sizes = dump.get("bytes", {})
     files, used = int(sizes.get("files", 0)), int(sizes.get("used", 0))
@@ -273,18 +276,23 @@ def stats(space: Space) -> Stats:
             states[STATES[value["st"]]] += 1
     return {
         "namespace": space.namespace, "names": sum(key.startswith("n:") for key in dump), "versions": dict(states),
-        "leases": sum(leases.values()), "clients": len(dump.get("clients", ())), "bytes": used,
-        "free_bytes": files - used, "file_bytes": files,
+        "leases": sum(leases.values()) + noted_in(space.clients).total(),
+        "clients": len(dump.get("clients", ())), "bytes": used, "free_bytes": files - used, "file_bytes": files,
         "spilled_bytes": space.segments.spilled_bytes(), "segments": len(dump.get("segs", ())),
         "registry_epoch": space.table.epoch, "process": dict(space.counters) | {"leases": len(space.leases)},
     }  # fmt: skip
+
+
+_LOOKS: Final = 3
+_LOOK_S: Final = 0.02
 
 
 def fsck(session: Session, *, repair: bool = False) -> FsckDocument:
     """Check I1 to I7 as of one moment."""
     space = session.space
     dump = space.retry(space.registry.dump)
-    found = list(check(dump)) + _check_files(space, dump) + _check_table(space, dump) + _check_devices(space, dump)
+    found = [*check(dump), *_check_files(space, dump), *_check_table(space, dump), *_check_devices(space, dump)]
+    found += _check_notes(space)
     if repair and found:
         session.recover()
         found = [Violation(**{**asdict(each), "repaired": True}) for each in found]
@@ -308,11 +316,13 @@ def check(dump: dict[str, Dump]) -> list[Violation]:
                 refs[v] += 1
                 if v not in versions:
                     found.append(Violation(rule="I1", object=key, detail=f"leases version {v}, which is gone"))
+    gone = dump.get("limbo", set()) - versions.keys()
+    found += [Violation(rule="I1", object="limbo", detail=f"holds version {v}, which is gone") for v in gone]
     for v, fields in versions.items():
         if int(fields["refs"]) != refs[v]:
             text = f"refs {fields['refs']}, leases {refs[v]}"
             found.append(Violation(rule="I1", object=f"{fields['name']} v{v}", detail=text))
-        if fields["st"] == "d" and refs[v] == 0:
+        if fields["st"] == "d" and refs[v] == 0 and v not in dump.get("limbo", ()):
             text = "doomed, unleased, not reclaimed"
             found.append(Violation(rule="I1", object=f"{fields['name']} v{v}", detail=text))
     found += _check_blocks(dump, versions) + _check_names(dump, versions)
@@ -414,6 +424,17 @@ def _check_table(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     return found
 
 
+def _check_notes(space: Space) -> list[Violation]:
+    """No client notes a version that is gone, for longer than it takes to look at the slot again."""
+    lost = set(noted_in(space.clients))
+    for _ in range(_LOOKS):
+        if not lost:
+            return []
+        lost &= set(space.registry.gone(lost)) & set(noted_in(space.clients))
+        blocking_sleep(_LOOK_S if lost else 0)
+    return [Violation(rule="I1", object="leases", detail=f"a client notes version {v}, which is gone") for v in lost]
+
+
 def _on_devices(space: Space, dump: dict[str, Dump]) -> Iterator[tuple[str, dict[str, str], str, str]]:
     """Complete versions on devices: (id, fields, UUID of the device, keeper)."""
     for key, fields in dump.items():
@@ -460,6 +481,8 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
         dead = sum(not is_alive(space.clients, client) for client in clients_in(space.clients))
         return {"swept": dead, "trimmed_bytes": before["free_bytes"], "dropped": [], "dry_run": True}
     session.release_ended()
+    session.rings.end_all()
+    session.release_ended()
     swept = session.sweep()
     trimmed = session.writer.free_room()
     dropped: list[Dropped] = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
@@ -484,8 +507,8 @@ def holders(space: Space, dump: dict[str, Dump], version: str, now_s: float) -> 
     """Who leases a version, in order of the clients."""
     out: list[HolderRow] = []
     for client in sorted(dump.get("clients", ())):
-        if version in dump.get(f"c:{client}:l", {}):
-            facts = read_file(space.clients, client)[0]
+        facts, noted = read_file(space.clients, client)
+        if version in dump.get(f"c:{client}:l", {}) or int(version) in noted:
             age_s = round(now_s - facts["joined_s"], 3) if facts.get("joined_s") else None
             out.append({"client": client, "pid": facts.get("pid"), "label": facts.get("label", ""), "age_s": age_s})
     return out
@@ -564,6 +587,12 @@ def _open_files() -> StoreCheck:
     return StoreCheck(name="open files", level="ok", value=str(soft))
 
 
+def _housekeeping(session: Session) -> StoreCheck:
+    if (error := session.failure) is None:
+        return StoreCheck(name="housekeeping", level="ok", value="no unexpected failure in this process")
+    return StoreCheck(name="housekeeping", level="warn", value=repr(error), remedy="report it; it is tried again")
+
+
 def _old_leases(session: Session) -> StoreCheck:
     now_ms, oldest = session.clock.wall_s() * 1000, 0.0
     what = ""
@@ -589,5 +618,6 @@ def doctor(session: Session | None) -> DoctorDocument:
         found = [none, *_memory(there), _open_files()]
     else:
         folder = session.space.folder
-        found = [_server(session), _socket(session), *_memory(folder), _open_files(), _old_leases(session)]
+        found = [_server(session), _socket(session), *_memory(folder), _open_files()]
+        found += [_old_leases(session), _housekeeping(session)]
     return {"checks": [asdict(each) for each in found]}

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,8 +23,11 @@ import numpy as np
 
 from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
-from rota.tensors.locks import ClientFile
+from rota.tensors.errors import failpoint
+from rota.tensors.generation import GenerationTable, Place
+from rota.tensors.locks import ClientFile, fence
 from rota.tensors.registry import PartBlock
+from rota.tensors.ring import is_memory
 from rota.tensors.segments import BlockHeader, Segments
 
 _PAGE: Final = mmap.ALLOCATIONGRANULARITY
@@ -96,31 +99,70 @@ class Leases:
             with self._lock:
                 self._getting.discard(seq)
 
+    def hold_shown(self, slot: int, place: Place, table: GenerationTable, *, sealed: bool) -> list[HeldBlock] | None:
+        """Holders of the version that a slot shows, without the registry; None when the slot does not show it any more.
+
+        The note comes first, then the look at the slot again: who frees the block takes the version from the slot
+        before it looks for notes, so one of the two sees the other.
+        """
+        version, number, offset, size = place
+        block = PartBlock(version=version, seg=f"seg-{size}-{number}", offset=offset, bytes=size)
+        with self._lock:
+            lease = self._table.get(version)
+            if lease is not None:  # noted before, and so still there whatever the slot shows
+                return self._open(lease, (block,), sealed)
+            return self._hold_noted(block, sealed, lambda: table.current(slot) == version)
+
+    def hold_own(self, block: PartBlock) -> list[HeldBlock]:
+        """Holders of a version that this process is writing, and that the registry keeps meanwhile."""
+        with self._lock:
+            held = self._hold_noted(block, False, lambda: True)
+            assert held is not None
+            return held
+
+    def _hold_noted(self, block: PartBlock, sealed: bool, shown: Callable[[], bool]) -> list[HeldBlock] | None:
+        lease = self._table[block.version] = _Lease(block.version, 0, self._mirror.add(block.version, direct=True))
+        held = None
+        try:
+            failpoint("noted")
+            fence()
+            if shown():
+                held = self._open(lease, (block,), sealed)
+        finally:
+            if held is None:
+                self._mirror.clear(self._table.pop(block.version).mirror)
+        return held
+
     def hold(self, version: int, seq: int, blocks: Sequence[PartBlock], *, sealed: bool) -> list[HeldBlock]:
         """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again."""
         with self._lock:
             lease = self._table.get(version)
             if lease is None:
                 lease = self._table[version] = _Lease(version, seq, self._mirror.add(version))
+            elif not lease.seq:
+                self._mirror.settle(lease.mirror, version)
             try:
                 lease.seq = max(lease.seq, seq)
-                if not sealed and lease.open:
-                    alive = [HeldBlock(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
-                    if len(alive) == len(lease.open):
-                        return alive
-                held = [self._map(block, sealed) for block in blocks]
-                refs = [self._watch(lease, each) for each in held]
-                if not sealed:
-                    lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
-                return held
+                return self._open(lease, blocks, sealed)
             except BaseException:
                 if not lease.refs:
                     self._mirror.clear(self._table.pop(version).mirror)
                 raise
 
+    def _open(self, lease: _Lease, blocks: Sequence[PartBlock], sealed: bool) -> list[HeldBlock]:
+        if not sealed and lease.open:
+            alive = [HeldBlock(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
+            if len(alive) == len(lease.open):
+                return alive
+        held = [self.map_block(block, sealed) for block in blocks]
+        refs = [self._watch(lease, each) for each in held]
+        if not sealed:
+            lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
+        return held
+
     def drain(self) -> list[tuple[int, int, int]]:
-        """Leases that ended since the last call, as (version, seq, mirror place); the caller informs the registry first
-        and clears the places then."""
+        """Leases that ended since the last call, as (version, seq, mirror place): the caller informs the registry,
+        unless seq is 0, and clears the places then."""
         out: list[tuple[int, int, int]] = []
         with self._lock:
             while self._ended:
@@ -161,15 +203,16 @@ class Leases:
                         header = BlockHeader.unpack(
                             raw[base : base + HEADER_BYTES].tobytes(), "a leased block", settled=False
                         )
-                        return header.name, lease.version
+                        return None if is_memory(header.name) else (header.name, lease.version)
         return None
 
     def live(self) -> list[tuple[int, int]]:
-        """(version, seq) of every lease this process still has."""
+        """(version, seq) of every lease this process still has; seq is 0 where the registry was not asked."""
         with self._lock:
             return [(lease.version, lease.seq) for lease in self._table.values()]
 
-    def _map(self, block: PartBlock, sealed: bool) -> HeldBlock:
+    def map_block(self, block: PartBlock, sealed: bool) -> HeldBlock:
+        """A leased block as an object to build views on: in sealed mode a mapping of its own."""
         mapping = self._segments.open(block.seg)
         if not sealed:
             array = (ctypes.c_ubyte * block.bytes).from_buffer(mapping.map, block.offset)

@@ -16,11 +16,13 @@ import struct
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from rota.runtime import environ
+import numpy as np
+
+from rota.runtime import environ, process
 from rota.tensors.core import Fields
 from rota.tensors.errors import file_errors
 
@@ -53,10 +55,10 @@ class LockFile:
         return self.path.exists() and _key(self.path.stat()) == _key(os.fstat(self.fd))
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the whole file; wait for it."""
+    def locked(self, *, wait_s: float = process.LOCK_MAX_S) -> Iterator[None]:
+        """Hold the lock of the whole file; wait for it. Raises TimedOut, which names the process that has it."""
         with self._gate:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX)
+            process.take_lock(self.path, self._try, wait_s)
             try:
                 yield
             finally:
@@ -66,15 +68,20 @@ class LockFile:
     def tried(self) -> Iterator[bool]:
         """Hold the lock of the whole file unless another process has it; yields whether it is held."""
         with self._gate:
-            try:
-                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
+            if not self._try():
                 yield False
                 return
             try:
                 yield True
             finally:
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
 
 def shared(path: Path, kind: type[_File], make: Callable[[Path], _File]) -> _File:
@@ -137,6 +144,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 _IDENTITY_BYTES: Final = 4096
 _WORDS_FIRST: Final = 512
 _WORD: Final = 8
+_DIRECT: Final = 1 << 63
+"""In a noted version: this lease is known by the note alone, the registry was not asked."""
 FORK_MARK: Final = ".fork"
 PIN_MARK: Final = "pin:"
 KEEPER_MARK: Final = "keeper-"
@@ -169,18 +178,24 @@ class ClientFile:
         _own[os.getpid(), self.path] = self
         partial.rename(self.path)
 
-    def add(self, version: int) -> int:
-        """Note a leased version; its place."""
+    def add(self, version: int, *, direct: bool = False) -> int:
+        """Note a leased version; its place. ``direct``: the note is all there is of the lease."""
         with self._lock:
             if not self._free:
                 self._grow(2 * self._count)
             place = self._free.pop()
             assert self._words is not None
-            self._words[place] = version
+            self._words[place] = version | _DIRECT if direct else version
             return place
 
+    def settle(self, place: int, version: int) -> None:
+        """From now on the registry knows of this lease, too."""
+        with self._lock:
+            if self._words is not None:
+                self._words[place] = version
+
     def noted(self) -> list[int]:
-        """Every noted version."""
+        """Every noted version, with the mark of those that the registry does not know."""
         with self._lock:
             return [] if self._words is None else [version for version in self._words if version]
 
@@ -220,7 +235,7 @@ class ClientFile:
 
 def clients_in(folder: Path) -> list[str]:
     """Every client and fork hold that has a file."""
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))  # noqa: PTH208  # paths are slow
 
 
 def take_if_dead(folder: Path, client: str) -> int | None:
@@ -255,23 +270,65 @@ def read_file(folder: Path, client: str) -> tuple[Fields, list[int]]:
     """Identity and noted versions of a client; those of this process come from memory, not through its file."""
     own = _own.get((os.getpid(), folder / client))
     if own is not None:
-        return own.identity, own.noted()
+        return own.identity, [word & ~_DIRECT for word in own.noted()]
     try:
         raw = (folder / client).read_bytes()
     except FileNotFoundError:
         return {}, []
     text = raw[:_IDENTITY_BYTES].rstrip(b"\0")
-    words = raw[_IDENTITY_BYTES:]
-    versions = [v for (v,) in struct.iter_unpack("<Q", words[: len(words) // _WORD * _WORD]) if v]
-    return (json.loads(text) if text else {}), versions
+    return (json.loads(text) if text else {}), [word & ~_DIRECT for word in _words(raw)]
 
 
-def make_fork_hold(folder: Path, client: str, index: int, versions: list[int]) -> tuple[str, int]:
-    """A file whose ``flock`` lives as long as any process that inherits the returned descriptor."""
+def _words(raw: bytes) -> list[int]:
+    count = max(len(raw) - _IDENTITY_BYTES, 0) // _WORD
+    words = np.frombuffer(raw, np.uint64, count, _IDENTITY_BYTES) if count else np.empty(0, np.uint64)
+    return words[words != 0].tolist()
+
+
+def _noted(folder: Path, client: str) -> list[int]:
+    own = _own.get((os.getpid(), folder / client))
+    if own is not None:
+        return own.noted()
+    try:
+        with open(f"{folder}/{client}", "rb", buffering=0) as file:  # noqa: PTH123  # this is read once a few puts
+            return _words(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def fence() -> None:
+    """Let every store of this thread be seen by the others before its next load: x86-64 and arm64 may swap a store and
+    a later load of another word, but no release of a lock with the next take of it."""
+    lock = threading.Lock()  # of its own: a handler of a signal may come in the middle
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def noted_in(folder: Path) -> Counter[int]:
+    """Versions that client files note and the registry does not know of, each with the number of these leases.
+
+    The dead count until they are swept, and so do the holds of forked children. A fork copies notes to a file that may
+    have come since the folder was listed, before the parent strikes its own: then all is read once more.
+    """
+    fence()
+    while True:
+        clients, found = clients_in(folder), Counter[int]()
+        for client in clients:
+            found.update({word & ~_DIRECT for word in _noted(folder, client) if word & _DIRECT})
+        if set(clients_in(folder)) <= set(clients):
+            return found
+
+
+def make_fork_hold(folder: Path, client: str, index: int, leases: Sequence[tuple[int, int]]) -> tuple[str, int]:
+    """A file whose ``flock`` lives as long as any process that inherits the returned descriptor; it notes what the
+    client leases, as (version, number of the get or 0)."""
     name = f"{client}{FORK_MARK}{index}"
     fd = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    body = b"{}".ljust(_IDENTITY_BYTES, b"\0") + b"".join(struct.pack("<Q", v) for v in versions)
+    body = b"{}".ljust(_IDENTITY_BYTES, b"\0") + b"".join(
+        struct.pack("<Q", version if seq else version | _DIRECT) for version, seq in leases
+    )
     os.pwrite(fd, body, 0)
     (folder / f".{name}").rename(folder / name)
     return name, fd

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Final, NoReturn, TypeAlias
 
 from rota.runtime.clock import blocking_sleep
@@ -16,6 +18,7 @@ from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core import (
     HEADER_BYTES,
+    SLOTS_MAX,
     STEP_MAX,
     Fields,
     Json,
@@ -25,7 +28,8 @@ from rota.tensors.core import (
 from rota.tensors.devices.client import DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.leases import HeldBlock
-from rota.tensors.registry import Leased, PartBlock, ScriptRefused, Taken
+from rota.tensors.locks import noted_in
+from rota.tensors.registry import Leased, PartBlock, ScriptRefused
 from rota.tensors.segments import BlockHeader
 from rota.tensors.space import Space
 
@@ -35,6 +39,7 @@ _POLL_MAX_S: Final = 0.002
 _POLL_LONG_S: Final = 0.005
 _POLL_SHORT_FOR_S: Final = 0.05
 _RECHECK_S: Final = 1.0
+_SMALL_MANIFEST_BYTES: Final = 4096
 _SELECT: Final = {"version": "v", "step": "s", "min_step": "m", "min_version": "w"}
 
 Parts = list[tuple[dict[str, Tensor], Json]]  # of one version: the tensors and the meta of each writer, by rank
@@ -77,19 +82,6 @@ class Snapshot(dict[str, Tensor]):
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
 
 
-class ChannelRecord:
-    """One record of a channel, this consumer's until ``Channel.ack`` or ``nack``, or until this object is dropped.
-
-    ``tries`` counts how often it was taken, this time included. Its tensors stay valid as long as any view lives.
-    """
-
-    __slots__ = ("id", "lease", "meta", "name", "tensors", "tries")
-
-    def __init__(self, name: str, id: int, tries: int, tensors: dict[str, Tensor], meta: Json, lease: object) -> None:
-        self.name, self.id, self.tries, self.tensors, self.meta = name, id, tries, tensors, meta
-        self.lease: object = lease
-
-
 class TensorReader:
     """The read path of one namespace. ``cache`` and ``words`` are read by the fast path of ``Plane.get``."""
 
@@ -99,6 +91,7 @@ class TensorReader:
         self.sealed = sealed
         self.words = space.table.words
         self.cache: dict[Key, Entry] = {}
+        self._slots: dict[str, int] = {}
 
     def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Tensor:
         """One tensor of a single name, leased by its views. Raises NotFound, VersionGone, WaitTimeout."""
@@ -143,7 +136,7 @@ class TensorReader:
         return entry
 
     def age(self, linger: bool) -> None:
-        """Drop cached answers that are no longer the newest and, when ``linger`` is over, those not used since."""
+        """Drop cached answers that newer ones replaced and, when ``linger`` is over, those not used since."""
         for key, entry in list(self.cache.items()):
             if self.words[entry.word] != entry.version or (linger and not entry.used):
                 self.cache.pop(key, None)
@@ -173,8 +166,13 @@ class TensorReader:
         while True:
             seen = self._space.table.creations
             try:
-                return self._space.retry(lambda: self._get(wanted, sealed, as_))
+                if (shown := self._get_shown(wanted, sealed, as_)) is not None:
+                    return shown
+                return self._space.retry(lambda asked=wanted: self._get(asked, sealed, as_))
             except ScriptRefused as refused:
+                if (noted := self._noted(refused, wanted)) is not None:
+                    wanted = noted
+                    continue
                 left_s = deadline_s - self._space.clock.monotonic_s()
                 if refused.code not in ("NOTFOUND", "BEHIND") or left_s <= 0:
                     self._raise(refused, wanted, wait_s)
@@ -185,6 +183,61 @@ class TensorReader:
         leased, held = self.lease(wanted, sealed=sealed)
         return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
 
+    def _get_shown(
+        self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
+    ) -> tuple[list[Leased], list[Parts]] | None:
+        """What the table shows of known names, leased by notes alone; None when the registry must be asked.
+
+        Several are of one moment when all slots still show the same after the last was leased.
+        """
+        table, slots, found = self._space.table, self._slots, list[tuple[Leased, HeldBlock, BlockHeader]]()
+        for name, selector in wanted:
+            one = self._lease_shown(slots[name], name, selector, sealed) if name in slots else None
+            if one is None:
+                return None
+            found.append(one)
+        if any(table.current(leased.slot) != leased.version for leased, _, _ in found[:-1]):
+            return None
+        self._space.check()
+        self._space.counters["gets"] += len(found)
+        failpoint("mapped")
+        return [one[0] for one in found], [
+            [self._view(leased.blocks[0], header, held, as_)[1:]] for leased, held, header in found
+        ]
+
+    def _lease_shown(
+        self, slot: int, name: str, selector: str, sealed: bool
+    ) -> tuple[Leased, HeldBlock, BlockHeader] | None:
+        """The version that a slot shows, if it is of that name and as new as wanted. A slot may have another name by
+        now: the header decides."""
+        space, version = self._space, self._space.table.current(slot)
+        if not version or selector[:1] in ("v", "s") or (place := space.table.place(slot, version)) is None:
+            return None
+        held = space.leases.hold_shown(slot, place, space.table, sealed=sealed)
+        if held is None:
+            return None
+        block = PartBlock(version=version, seg=f"seg-{place[3]}-{place[1]}", offset=place[2], bytes=place[3])
+        header = _header(block, held[0])
+        if header.name != name:
+            self._slots.pop(name, None)
+            return None
+        if selector and int(selector[1:]) > (version if selector[0] == "w" else header.step):
+            return None
+        leased = Leased(
+            version=version, slot=slot, epoch=header.epoch, step=header.step, current=version, blocks=(block,)
+        )
+        return leased, held[0], header
+
+    def _noted(self, refused: ScriptRefused, wanted: Sequence[tuple[str, str]]) -> list[tuple[str, str]] | None:
+        """How to ask for an exact version that was replaced, and that a client keeps by a note in its file alone."""
+        if refused.code != "GONE" or not refused.words:
+            return None
+        at = (int(refused.words[0]) - 5) // 2
+        name, selector = wanted[at]
+        if selector[:1] != "v" or int(selector[1:]) not in noted_in(self._space.clients):
+            return None
+        return [*wanted[:at], (name, f"h{selector[1:]}"), *wanted[at + 1 :]]
+
     def lease(self, wanted: Sequence[tuple[str, str]], *, sealed: bool) -> tuple[list[Leased], list[list[HeldBlock]]]:
         """Lease and map one version of each name. Raises Refused, EpochChanged."""
         space = self._space
@@ -192,6 +245,7 @@ class TensorReader:
             epoch = space.table.epoch
             try:
                 leased = space.registry.get(space.client, seq, wanted)
+                self._remember_slots(wanted, leased)
                 return leased, self._hold(seq, leased, sealed, epoch)
             except (ScriptRefused, RotaError):
                 raise
@@ -200,23 +254,13 @@ class TensorReader:
                 space.registry.release(space.client, [(v, seq) for v in again if not space.leases.has(v)])
                 raise
 
-    def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[ChannelRecord]:
-        """The first records of a channel that no consumer has, leased."""
-        space = self._space
-        with space.leases.get_number() as seq:  # around all tries: a repeated question gets the same records
+    def open_block(self, name: str, selector: str = "") -> tuple[Leased, HeldBlock, int]:
+        """Lease the one block of a name, writable whatever the mode, for who knows what is in it; where that begins.
 
-            def ask() -> tuple[list[Taken], list[list[HeldBlock]]]:
-                before = space.table.epoch
-                taken = space.registry.take(space.client, seq, prefix, n_max, label, epoch)
-                return taken, self._hold(seq, [each.leased for each in taken], self.sealed, before)
-
-            taken, held = space.retry(ask)
-        out: list[ChannelRecord] = []
-        for each, holders in zip(taken, held, strict=True):
-            ((tensors, meta),) = self._views(each.leased, holders, as_)
-            holder = [one.holder for one in holders]
-            out.append(ChannelRecord(each.name, int(each.name[-20:]), each.tries, tensors, meta, holder))
-        return out
+        Raises Refused.
+        """
+        (leased,), ((held,),) = self._space.retry(lambda: self.lease([(name, selector)], sealed=False))
+        return leased, held, _header(leased.blocks[0], held).offset
 
     def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[HeldBlock]]:
         """Map what was just leased. Raises EpochChanged when the registry was rebuilt since ``epoch``."""
@@ -235,34 +279,36 @@ class TensorReader:
         return held
 
     def _views(self, leased: Leased, held: list[HeldBlock], as_: str) -> Parts:
-        parts: list[tuple[int, dict[str, Tensor], Json]] = []
-        for block, each in zip(leased.blocks, held, strict=True):
-            raw = memoryview(each.holder)
-            header = BlockHeader.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg, settled=False)
-            if header.version != block.version:
-                where = f"{block.seg}+{block.offset}"
-                text = f"{where}: holds version {header.version}, the registry says {block.version}"
-                raise errors.Corrupt(text, file=where, field="version")
-            if self._check and header.payload_crc:
-                payload = raw[each.base + header.offset : each.base + header.offset + header.bytes]
-                if (zlib.crc32(payload) or 1) != header.payload_crc:
-                    text = f"{header.name}: the bytes of version {header.version} are not those that were published"
-                    raise errors.TornRead(text, name=header.name, version=header.version)
-            start = each.base + HEADER_BYTES
-            manifest = _manifest(bytes(raw[start : start + header.manifest_bytes]), block)
-            device = manifest.get("device", "")
-            first = 0 if device else header.offset
-            layouts = [
-                Layout(name, dtype, tuple(shape), first + at, n) for name, dtype, shape, at, n in manifest["tensors"]
-            ]
-            if device:
-                place = DevicePlace.unpack(raw[each.base + header.offset :])
-                tensors = self._on_device(header, device, place, layouts, each, as_, sealed=raw.readonly)
-            else:
-                tensors = {layout.name: view_of(layout, each.holder, each.base, as_) for layout in layouts}
-            parts.append((header.part, tensors, manifest["meta"]))
+        blocks = zip(leased.blocks, held, strict=True)
+        parts = [self._view(block, _header(block, each), each, as_) for block, each in blocks]
         parts.sort(key=lambda part: part[0])
         return [(tensors, meta) for _, tensors, meta in parts]
+
+    def _view(
+        self, block: PartBlock, header: BlockHeader, held: HeldBlock, as_: str
+    ) -> tuple[int, dict[str, Tensor], Json]:
+        """Rank, tensors and meta of one part."""
+        raw = memoryview(held.holder)
+        if self._check and header.payload_crc:
+            payload = raw[held.base + header.offset : held.base + header.offset + header.bytes]
+            if (zlib.crc32(payload) or 1) != header.payload_crc:
+                text = f"{header.name}: the bytes of version {header.version} are not those that were published"
+                raise errors.TornRead(text, name=header.name, version=header.version)
+        start = held.base + HEADER_BYTES
+        layouts, device, meta = _manifest(
+            bytes(raw[start : start + header.manifest_bytes]), header.offset, f"{block.seg}+{block.offset}"
+        )
+        if device:
+            place = DevicePlace.unpack(raw[held.base + header.offset :])
+            tensors = self._on_device(header, device, place, layouts, held, as_, sealed=raw.readonly)
+        else:
+            tensors = {layout.name: view_of(layout, held.holder, held.base, as_) for layout in layouts}
+        return header.part, tensors, deepcopy(meta) if isinstance(meta, dict | list) else meta
+
+    def _remember_slots(self, wanted: Sequence[tuple[str, str]], leased: Sequence[Leased]) -> None:
+        if len(self._slots) > SLOTS_MAX:
+            self._slots.clear()
+        self._slots |= {name: one.slot for (name, _), one in zip(wanted, leased, strict=True) if one.current}
 
     def _on_device(
         self,
@@ -336,17 +382,41 @@ def chosen(group: str, of: Snapshot, part: int | tuple[int, int] | None, names: 
     )  # fmt: skip
 
 
+def _header(block: PartBlock, held: HeldBlock) -> BlockHeader:
+    """The header of a leased block. Raises Corrupt."""
+    raw = memoryview(held.holder)[held.base : held.base + HEADER_BYTES]
+    header = BlockHeader.unpack(raw, block.seg, settled=False)
+    if header.version != block.version:
+        where = f"{block.seg}+{block.offset}"
+        text = f"{where}: holds version {header.version}, wanted version {block.version}"
+        raise errors.Corrupt(text, file=where, field="version")
+    return header
+
+
 def _merged(parts: Parts) -> dict[str, Tensor]:
     return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}
 
 
-def _manifest(raw: bytes, block: PartBlock) -> Fields:
-    """The description before the tensors: JSON and nothing else, since no content of shared memory is executed."""
+def _manifest(raw: bytes, first: int, where: str) -> tuple[list[Layout], str, Json]:
+    """Layouts, device and meta that the description before the tensors gives; ``first`` is where the payload begins.
+
+    It is JSON and nothing else, since no content of shared memory is executed.
+    """
     try:
-        return json.loads(raw)
+        return _small_manifest(raw, first) if len(raw) <= _SMALL_MANIFEST_BYTES else _read_manifest(raw, first)
     except ValueError:
-        where = f"{block.seg}+{block.offset}"
         raise errors.Corrupt(f"{where}: the manifest is not valid JSON", file=where, field="manifest") from None
+
+
+def _read_manifest(raw: bytes, first: int) -> tuple[list[Layout], str, Json]:
+    manifest: Fields = json.loads(raw)
+    device = manifest.get("device", "")
+    at = 0 if device else first
+    layouts = [Layout(name, dtype, tuple(shape), at + off, n) for name, dtype, shape, off, n in manifest["tensors"]]
+    return layouts, device, manifest["meta"]
+
+
+_small_manifest = lru_cache(512)(_read_manifest)  # the versions of one name mostly have the same
 
 
 def _wanted(selector: str) -> str:
@@ -358,6 +428,8 @@ def selector_of(
     *, version: int | None = None, step: int | None = None, min_step: int | None = None, min_version: int | None = None
 ) -> str:
     """The selector for get.lua of at most one of these. Raises BadInput for more, or for another type."""
+    if version is None and step is None and min_step is None and min_version is None:
+        return ""
     given = {"version": version, "step": step, "min_step": min_step, "min_version": min_version}
     chosen = [(what, value) for what, value in given.items() if value is not None]
     if len(chosen) > 1:

@@ -227,7 +227,7 @@ class _Plan:
             name["pe"] = max(name.get("pe", 0), header.epoch)
 
     def take_leases(self, live: dict[str, list[int]]) -> None:
-        """Leases of living clients; a version that is no longer current is kept for them until they end."""
+        """Leases of living clients; a version that was replaced is kept for them until they end."""
         for client, versions in live.items():
             kept = self._leases.setdefault(client, [])
             for version in dict.fromkeys(versions):  # noted twice: ended, not reported yet, and leased again meanwhile
@@ -330,7 +330,8 @@ class _Plan:
             "len": size, "desc": json.dumps(describe(rows, device)), "orphan": manifest["orphan"],
             "retain": manifest["retain"], "mut": int(manifest.get("mutable", False)),
             "evict": int(manifest.get("evictable", False)),
-            "part": header.part, "world": header.world, "auto": 0, "at": header.ctime_ns // 1_000_000, **more,
+            "part": header.part, "world": header.world, "dir": int(header.world == 1), "auto": 0,
+            "at": header.ctime_ns // 1_000_000, **more,
         }  # fmt: skip
 
 

@@ -29,7 +29,11 @@ Dump: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRequest:
-    """What a publisher asks for: who it is, the name, its order, its size and how long it shall live."""
+    """What a publisher asks for: who it is, the name, its order, its size and how long it shall live.
+
+    ``direct``: readers may lease it without the registry, so its block is freed by ``reap`` alone. ``copied``: another
+    machine published it, so a fence of its label does not stop it.
+    """
 
     name: str
     kind: str
@@ -47,7 +51,8 @@ class VersionRequest:
     evictable: bool = False
     part: int = 0
     world: int = 1
-    room: int = 0
+    direct: bool = False
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +102,6 @@ class Leased:
     step: int
     current: int
     blocks: tuple[PartBlock, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """A record of a channel: its name, how often it was taken, its lease."""
-
-    name: str
-    tries: int
-    leased: Leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +243,8 @@ class Registry:
         reply = self.machine.run(
             "reserve", client, request, ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label,
             ask.block, ask.count, ask.file, ask.payload, ask.desc, ask.orphan, ask.retain, int(ask.mutable),
-            int(ask.evictable), ask.part, ask.world, ask.room,
+            int(ask.evictable), ask.part, ask.world, int(ask.direct),
+            int(ask.copied),
         )  # fmt: skip
         version, slot, seg, offset, step = reply
         return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
@@ -270,14 +267,9 @@ class Registry:
         reply = self.machine.run("get", client, seq, *[word for pair in wanted for word in pair])
         return [_leased(row) for row in reply]
 
-    def take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[Taken]:
-        """Lease the first records of a channel that are not leased."""
-        rows = self.machine.run("take", client, seq, prefix, n_max, label, epoch)
-        return [Taken(name=_text(row[0]), tries=int(row[1]), leased=_leased(row[2:])) for row in rows]
-
-    def next(self) -> int:
-        """A number above all before it."""
-        return int(self.machine.run("next"))
+    def check(self, label: str, epoch: int) -> None:
+        """Nothing, unless the label is fenced above that epoch."""
+        self.machine.run("check", label, epoch)
 
     def touch(self, name: str) -> int:
         """Note that a tensor was written in place; its version."""
@@ -286,6 +278,10 @@ class Registry:
     def release(self, client: str, leases: Iterable[tuple[int, int]]) -> int:
         """End leases whose sequence number is still the stored one; how many did end."""
         return self.machine.run("release", client, *[word for lease in leases for word in lease])
+
+    def reap(self, versions: Iterable[int]) -> int:
+        """Free doomed versions in limbo that no client's file notes; how many were."""
+        return int(self.machine.run("reap", *versions))
 
     def delete(
         self, name: str, slot: int, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
@@ -330,7 +326,7 @@ class Registry:
         return {_text(key): _shaped(_text(kind), row) for key, kind, row in self.machine.run("dump")}
 
     def members(self, key: str) -> set[str]:
-        """The members of a set: ``clients``, ``segs``, ``trash``."""
+        """The members of a set: ``clients``, ``segs``, ``trash``, ``limbo``."""
         return {_text(member) for member in self.machine.run("members", key)}
 
     def strike(self, segs: Iterable[str]) -> None:
@@ -338,7 +334,7 @@ class Registry:
         self.machine.run("strike", *segs)
 
     def gone(self, versions: Iterable[int]) -> list[int]:
-        """Which of these versions are no more."""
+        """Which of these versions have been freed."""
         return [int(version) for version in self.machine.run("gone", *versions)]
 
     def evictable(self) -> list[str]:
@@ -372,8 +368,6 @@ def refusal(refused: ScriptRefused, name: str, *, epoch: int = 0, step: int | No
         case "QUOTA":
             text = f"{name}: the namespace holds {first} of at most {words[1]} bytes"
             raise errors.QuotaExceeded(text, name=name, used=int(first), bytes_max=int(words[1]))
-        case "FULL":
-            raise errors.BackPressure(f"{name}: the channel holds {first} records", name=name, depth=int(first))
         case "SLOTS":
             raise errors.OutOfMemory(f"{name}: the namespace holds {SLOTS_MAX} names already", name=name)
         case _:

@@ -8,12 +8,13 @@ import os
 import shutil
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock
-from rota.runtime.random import Chance
+from rota.runtime.random import RandomSource
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
 from rota.tensors.core import EPOCH_MAX, Fields, check_label, count_of
@@ -32,6 +33,7 @@ from rota.tensors.locks import (
     shared,
 )
 from rota.tensors.reader import TensorReader
+from rota.tensors.records import Rings
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
 from rota.tensors.registry import RedisMachine, Registry, ScriptRefused
 from rota.tensors.segments import Segments, Spill, remove_file
@@ -135,12 +137,12 @@ class Session:
         namespace: str,
         *,
         clock: Clock,
-        chance: Chance,
+        random_source: RandomSource,
         sealed: bool,
         url: str = "",
         keeper: bool = False,
     ) -> None:
-        self.home, self.server, self.clock, self._chance, self._url = home, server, clock, chance, url
+        self.home, self.server, self.clock, self._random, self._url = home, server, clock, random_source, url
         self.pid, self.label, self.epoch = os.getpid(), own_label(), own_epoch()
         self._copier = Copier(threads_wanted())
         self.root = shm_root(server.address.url)
@@ -157,7 +159,7 @@ class Session:
         table = shared(folder / "gen", GenerationTable, lambda path: GenerationTable(path, clock))
         self._sweeper = shared(folder / "sweeper.lock", LockFile, LockFile)
         self._recover = shared(folder / "recover.lock", LockFile, LockFile)
-        client = KEEPER_MARK * keeper + chance.fresh(96)
+        client = KEEPER_MARK * keeper + random_source.new_id(96)
         identity = self._identity(client)
         mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses
         failpoint("joining")
@@ -169,11 +171,13 @@ class Session:
         )  # fmt: skip
         check = environ.get(CHECK) == "1"
         self.reader = TensorReader(self.space, sealed=sealed, check=check)
-        self.writer = TensorWriter(self.space, chance, self._copier, check=check)
+        self.writer = TensorWriter(self.space, random_source, self._copier, check=check)
+        self.rings = Rings(self.space, self.reader, self.writer, check=check)
         self._recover_gate = threading.RLock()  # taken before the registry's lock, by all threads alike
         self._release_gate = threading.Lock()
         self._unsent: list[tuple[int, int, int]] = []
         self._gone = threading.Event()
+        self.failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._forks = 0
         self._fork_fds: list[int] = []
@@ -249,7 +253,10 @@ class Session:
         """Fence a label, and note it for a loss of the registry; the fence now in force."""
         with self._recover_gate, self._recover.locked():
             write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
-        return self.space.retry(lambda: self.space.registry.fence(label, epoch))
+        fence = self.space.retry(lambda: self.space.registry.fence(label, epoch))
+        with self._recover_gate, self._recover.locked():
+            self.space.table.fenced()
+        return fence
 
     def pin(self, holder: str, name: str, selector: str = "") -> int:
         """Lease a version of a name (the current one) for a holder without a process, and note it. Raises Refused."""
@@ -278,34 +285,42 @@ class Session:
         """Report leases whose views died to the registry; how many. What fails now is reported next time: a lease that
         stays noted in the client's file comes back with a rebuilt registry, and would never end.
         """
+        self.rings.settle()
         with self._release_gate:
             ended, devices = self.space.leases.drain(), self.space.devices
             self._unsent += devices.settle(ended) if devices is not None else ended
             sent = self._unsent
             if sent:
                 failpoint("releasing")
+                for _, _, place in (each for each in sent if not each[1]):
+                    self.space.file.clear(place)
+                sent = self._unsent = [each for each in sent if each[1]]
                 try:
-                    self.space.registry.release(self.space.client, [(version, seq) for version, seq, _ in sent])
+                    if sent:
+                        self.space.registry.release(self.space.client, [(version, seq) for version, seq, _ in sent])
                 except ScriptRefused:  # a new epoch: joining again states the leases that are left
                     self.rejoin()
                 failpoint("released")
                 self._unsent = []
                 for *_, place in sent:
                     self.space.file.clear(place)
-            return len(sent)
+            return len(ended)
 
     def sweep(self) -> list[str]:
         """Undo what dead clients had, unless another process is doing so; the clients swept."""
         with self._sweeper.tried() as mine:
             if not mine:
                 return []
-            return self.space.retry(lambda: sweep_dead(self.space) + sweep_unfiled(self.space))
+            swept = self.space.retry(lambda: sweep_dead(self.space) + sweep_unfiled(self.space))
+            self.space.reap()
+            return swept
 
     def close(self, *, at_exit: bool) -> None:
         """Leave. Views that still live keep their leases, and this client, until the last of them dies or the exit."""
         if self.pid != os.getpid() or self._gone.is_set():
             return
         self.reader.forget()
+        self.rings.close()
         self.space.closed = True
         if at_exit or not self._thread:
             self._leave()
@@ -340,7 +355,7 @@ class Session:
 
     def _join(self) -> None:
         """State all leases. Not for a client that is known: a get of another thread may be between lease and note."""
-        leases = self.space.leases.live()
+        leases = [(version, seq) for version, seq in self.space.leases.live() if seq]
         self.space.registry.join(self.space.client, _line(self.space.identity), leases)
         failpoint("joined")
 
@@ -357,18 +372,19 @@ class Session:
             raise RegistryUnavailable(f"the registry moved to {found.address.url}", hint="connect() again")
 
     def _keep_house(self) -> None:
-        rng = self._chance.rng()
+        rng = self._random.rng()
         next_age_s = next_linger_s = next_sweep_s = next_trim_s = 0.0
         while not self._gone.wait(_TICK_BUSY_S if self.space.leases.ended else _TICK_IDLE_S):
             if self.pid != os.getpid():
                 return
             now_s = self.clock.monotonic_s()
-            with contextlib.suppress(RegistryUnavailable, ScriptRefused, TensorError, OSError, ConnectionError):
+            with self._noting_failures():
                 self.release_ended()
                 if now_s >= next_age_s:
                     linger, next_age_s = now_s >= next_linger_s, now_s + _AGE_S
                     next_linger_s = now_s + _LINGER_S if linger else next_linger_s
                     self.reader.age(linger)
+                    self.rings.end_idle()
                 if now_s >= next_sweep_s:
                     next_sweep_s = now_s + _SWEEP_S * (1 + rng.uniform(-_JITTER, _JITTER))
                     self.sweep()
@@ -377,6 +393,16 @@ class Session:
                 next_trim_s = now_s + _TRIM_S if now_s >= next_trim_s else next_trim_s
             if self.space.closed and not len(self.space.leases):
                 self._leave()
+
+    @contextlib.contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """What fails in housekeeping is tried again at its next turn; ``failure`` keeps what was not expected."""
+        try:
+            yield
+        except (RegistryUnavailable, ScriptRefused, TensorError, OSError):
+            pass
+        except Exception as error:  # noqa: BLE001  # the edge of the thread: without it leases would never end again
+            self.failure = error
 
     def _trim(self) -> None:
         with self._sweeper.tried() as mine:
@@ -394,11 +420,12 @@ class Session:
 
     def before_fork(self) -> None:
         """Give what this process leases to a hold that lives as long as the child."""
-        versions = [version for version, _ in self.space.leases.live()]
-        if not versions or self.space.forked:
+        self.rings.before_fork()
+        leases = self.space.leases.live()
+        if not leases or self.space.forked:
             return
         self._forks += 1
-        holder, fd = make_fork_hold(self.space.clients, self.space.client, self._forks, versions)
+        holder, fd = make_fork_hold(self.space.clients, self.space.client, self._forks, leases)
         self._fork_fds.append(fd)
         self.space.retry(lambda: self.space.registry.hold(self.space.client, holder))
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -19,14 +19,17 @@ from rota.tensors.devices.client import Devices
 from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
-from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in
+from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in, noted_in
 from rota.tensors.registry import Registry, Row, ScriptRefused
 from rota.tensors.segments import Segments
 
 _T = TypeVar("_T")
 _RETRIES_MAX: Final = 5
 _RETRY_S: Final = 0.02
-_NEAREST_OF_MAX: Final = 500
+_NEAREST_OF_MAX: Final = 32
+_LIMBO_COUNT_MAX: Final = 32
+_LIMBO_BYTES_MAX: Final = 4 << 20
+_REAP_MAX: Final = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Space:
     devices: Devices | None = None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("gets", "puts", "swept", "recovered"), 0))
     lock: threading.RLock = field(default_factory=threading.RLock)
+    limbo_count: int = 0
+    limbo_bytes: int = 0
 
     @property
     def clients(self) -> Path:
@@ -90,6 +95,39 @@ class Space:
         if self.closed:
             raise errors.ClosedPlane("this connection was closed", hint="call rota.tensors.connect()")
 
+    def rows(self, prefix: str = "") -> list[Row]:
+        """Every name with that prefix, with all its leases."""
+        return self.with_leases(self.registry.ls_all(prefix))
+
+    def with_leases(self, rows: list[Row]) -> list[Row]:
+        """The rows with all leases: beside those in the registry also those that files alone note."""
+        direct = noted_in(self.clients)
+        return [replace(row, refs=row.refs + direct[row.version]) if row.version in direct else row for row in rows]
+
+    def doomed(self, block_bytes: int) -> None:
+        """Note that a version of that size may wait in limbo for a look at the files of the clients."""
+        self.limbo_count, self.limbo_bytes = self.limbo_count + 1, self.limbo_bytes + block_bytes
+
+    def reap_some(self, block_bytes: int) -> None:
+        """``reap`` before a block of that size is taken, when it is large or this process doomed much since the last
+        time: blocks that are used again cost no new pages."""
+        if self.limbo_count >= _LIMBO_COUNT_MAX or max(self.limbo_bytes, block_bytes) >= _LIMBO_BYTES_MAX:
+            self.reap()
+
+    def reap(self) -> int:
+        """Free the doomed versions that no client notes any more; how many were. Harmless beside others who do so.
+
+        They are asked for before the files are read: none of them is shown by a slot any more, so whoever notes one
+        later finds that it is gone when it looks at the slot again.
+        """
+        self.limbo_count = self.limbo_bytes = 0
+        limbo = sorted(map(int, self.retry(lambda: self.registry.members("limbo"))))
+        noted = noted_in(self.clients) if limbo else {}
+        ended = [version for version in limbo if version not in noted]
+        failpoint("reaping")
+        slices = [ended[at : at + _REAP_MAX] for at in range(0, len(ended), _REAP_MAX)]
+        return sum(self.retry(lambda part=part: self.registry.reap(part)) for part in slices)
+
     def find_row(self, name: str) -> Row | None:
         """The registry's row of exactly this name."""
         rows = self.registry.ls(name, n_max=1)
@@ -97,7 +135,9 @@ class Space:
 
     def not_found(self, name: str) -> errors.NotFound:
         """The error for a name that is not there; its hint has the nearest one."""
-        rows = self.retry(lambda: self.registry.ls(n_max=_NEAREST_OF_MAX))
+        alike = str(name)[: max(len(str(name)) // 2, 1)]  # a page of those that begin alike, else of the first
+        page = partial(self.registry.ls, n_max=_NEAREST_OF_MAX)
+        rows = [row for row in self.retry(lambda: page(alike)) if row.name.startswith(alike)] or self.retry(page)
         hint = nearest(str(name), [row.name for row in rows if row.version], "tensors")
         return errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
 
@@ -115,13 +155,20 @@ class Space:
                 return False
             with self.table.slot_lock(row.slot, name):
                 if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
-                    continue  # by another since we looked; from here on no other can delete it
+                    now = self.retry(lambda: self.find_row(name))
+                    if now is None or now.version != row.version:
+                        continue  # by another since we looked; from here on no other can delete it
                 delete = partial(
                     self.registry.delete, name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
                 )
+                # before the registry does it: a rebuild after a death in between must not bring it back
+                before = self.table.store_deleted(row.slot, row.version)
+                failpoint("deleting")
+                self.doomed(row.block)
                 try:
                     return self._delete_in(row.slot, delete)
                 except ScriptRefused as refused:
+                    self.table.store_last(row.slot, before)
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
                         continue  # deleted and made anew since we looked: its slot has another lock
                     return self._not_deleted(row, refused)

@@ -17,7 +17,7 @@ import numpy as np
 from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import cores_allowed
-from rota.runtime.random import Chance
+from rota.runtime.random import RandomSource
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
 from rota.tensors.arrays import Bytes, Layout, TensorSource
@@ -46,23 +46,27 @@ _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: dump
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOrder:
-    """Who publishes, and where in the order of publishes: ``label``, ``epoch``, ``step`` (None: one after the last)."""
+    """Who publishes, and where in the order of publishes: ``label``, ``epoch``, ``step`` (None: one after the last).
+
+    ``copied``: another machine published it, and it is of the past: it passes a fence of its label, as an instance that
+    is restored reads what the one before it published.
+    """
 
     label: str
     epoch: int
     step: int | None
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """How long a version lives, which part of a step it is, and beside how many names it may be (0: any)."""
+    """How long a version lives, and which part of a step it is."""
 
     orphan: str = "keep"
     retain: int = 1
     mutable: bool = False
     evictable: bool = False
     part: tuple[int, int] = (0, 1)
-    room: int = 0
 
     def __post_init__(self) -> None:
         if self.orphan not in ("keep", "drop"):
@@ -125,11 +129,11 @@ class Version:
 class TensorWriter:
     """The write path of one namespace."""
 
-    def __init__(self, space: Space, chance: Chance, copier: Copier, *, check: bool) -> None:
+    def __init__(self, space: Space, random_source: RandomSource, copier: Copier, *, check: bool) -> None:
         self._space = space
         self._check = check
-        self._chance = chance
-        self._copier = copier
+        self._random = random_source
+        self.copier = copier
         self._groups: dict[str, deque[int]] = {}
 
     def publish(
@@ -166,12 +170,15 @@ class TensorWriter:
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
             count=cls.count, file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
-            room=life.room,
+            direct=life.part[1] == 1 and not life.evictable, copied=order.copied,
         )  # fmt: skip
+        self._space.reap_some(cls.block)
         for _ in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
             except errors.OutOfMemory as full:
+                if self._space.reap():
+                    continue
                 on_device = draft.device and not isinstance(full, errors.QuotaExceeded)
                 if not (self.evict(draft.total) if on_device else self._make_room(ask.file)):
                     break
@@ -199,7 +206,7 @@ class TensorWriter:
 
     def _prepare(self, ask: VersionRequest, draft: Draft, spill: bool) -> Pending:
         """A reserved block whose memory exists, not yet touched."""
-        space, request = self._space, self._chance.fresh(48)
+        space, request = self._space, self._random.new_id(48)
         try:
             reserved = space.retry(lambda: space.registry.reserve(space.client, request, ask))
         except ScriptRefused as refused:
@@ -242,14 +249,14 @@ class TensorWriter:
         """Copy the tensors' bytes to their places."""
         failpoint("copying")
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
-            self._copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
+            self.copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
         elif pending.place is not None:
             for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
                 target.view(-1).view(source.dtype).copy_(source)
         elif self._is_mapped(pending):
             memory = self._space.segments.open(pending.reserved.seg).array[pending.reserved.offset :]
             places = [memory[each.offset : each.offset + each.bytes] for each in pending.draft.tensors]
-            self._copier.copy(list(zip(places, data, strict=True)))
+            self.copier.copy(list(zip(places, data, strict=True)))
         else:
             for layout, array in zip(pending.draft.tensors, data, strict=True):
                 if array.nbytes:
@@ -274,6 +281,9 @@ class TensorWriter:
                 failpoint("committed")
                 if done.ready:
                     self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
+                if done.current == reserved.version and pending.ask.direct:
+                    number = int(reserved.seg.rpartition("-")[2])
+                    space.table.store_place(reserved.slot, (done.current, number, reserved.offset, pending.ask.block))
                 if done.current:
                     space.table.store(reserved.slot, done.current)
                 failpoint("slot-stored")
@@ -283,7 +293,9 @@ class TensorWriter:
                 raise errors.Aborted(f"{pending.name}: the registry was rebuilt repeatedly", name=pending.name)
         if done.first:
             space.table.created(done.version)
-        if pending.ask.kind == "g" and not pending.ask.room:
+        else:
+            space.doomed(pending.ask.block)
+        if pending.ask.kind == "g":
             self._groups.setdefault(pending.name, deque(maxlen=_STEPS_MAX)).append(reserved.version)
         space.counters["puts"] += 1
         return Version(
@@ -299,6 +311,7 @@ class TensorWriter:
         space, delay_s = self._space, _POLL_S
         deadline_s = space.deadline_s(wait_s)
         while len(alive := self._groups.get(group, ())) > alive_max:
+            space.reap()
             gone = set(space.retry(lambda alive=alive: space.registry.gone(alive)))
             alive = self._groups[group] = deque((v for v in alive if v not in gone), _STEPS_MAX)
             if len(alive) > alive_max and space.clock.monotonic_s() >= deadline_s:
@@ -310,8 +323,11 @@ class TensorWriter:
 
     def abort(self, pending: Pending) -> None:
         """Undo a pending version; what cannot be undone now, the sweep undoes."""
+        space, version = self._space, pending.reserved.version
         with contextlib.suppress(errors.TensorError, ScriptRefused):
-            self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
+            undone = space.retry(lambda: space.registry.abort(space.client, version))
+            if undone and pending.ask.direct and not space.leases.has(version):  # no slot ever showed it to others
+                space.retry(lambda: space.registry.reap([version]))
 
     def view_on_device(self, pending: Pending, lease: object, as_: str = "torch") -> dict[str, Tensor]:
         """The tensors of a version on a device, as its writer sees them; ``bytes``: as plain numpy bytes."""

@@ -29,6 +29,8 @@ from rota.spec.gang import BundleGrant
 from rota.spec.ids import JobId, NodeId
 
 BOOT_S = 1_600_000_000.0
+DEATHS_MAX = 10_000
+"""Deaths that one watcher may leave unread; one more raises asyncio.QueueFull."""
 """Start times of simulated processes count from here."""
 
 
@@ -129,7 +131,7 @@ class SimEngine:
     ) -> Reservation:
         """All bundles or none, once they are free. Raises ReserveFailed."""
         await self._pause(0.02)
-        if self._chance(self.faults.reserve_fails_p):
+        if self._random(self.faults.reserve_fails_p):
             raise ReserveFailed(f"{reservation.name}: refused by the simulated engine")
         try:
             async with asyncio.timeout(timeout_s), self._freed:
@@ -186,9 +188,9 @@ class SimEngine:
             raise CallTimeout(f"{spec.name}: not started within {timeout_s:.0f} s") from None
 
     async def _start(self, spec: InstanceSpec) -> SimProcess:
-        slow = self._chance(self.faults.slow_start_p)
+        slow = self._random(self.faults.slow_start_p)
         await self._pause(self.faults.slow_start_s if slow else self.faults.start_s)
-        if self._chance(self.faults.start_fails_p):
+        if self._random(self.faults.start_fails_p):
             raise ProcessGone(f"{spec.name} died at its start", started=False)
         held = self.reservations.get(spec.reservation)
         if held is None:
@@ -302,19 +304,24 @@ class SimEngine:
         process = self.services.get(name) or self.processes.get(name)
         if process is None:
             raise ProcessGone(f"{name} does not exist", started=False)
-        if name in self.processes and self._chance(self.faults.hang_p):
+        if name in self.processes and self._random(self.faults.hang_p):
             self.hang(name)
         if process.hung:
             await process.gone.wait()
             raise ProcessGone(f"{name} is gone")
         work = process.spawn(_method(process.body, call))
-        await self._until(process, work)
-        if self._chance(self.faults.late_p):
+        try:
+            await self._until(process, work)
+        except asyncio.CancelledError:
+            if name in self.processes and not call.control:
+                work.cancel()
+            raise
+        if self._random(self.faults.late_p):
             await self._pause(self.faults.late_s)
         return work.result()
 
     async def _until(self, process: SimProcess, work: asyncio.Task[Any]) -> None:
-        """Wait for the answer, or the end of the process. A caller that gives up does not stop the work."""
+        """Wait for the answer, or the end of the process."""
         await asyncio.wait([work])
         if work.cancelled() or not process.alive:
             if process.alive:
@@ -348,7 +355,7 @@ class SimEngine:
 
     def watch(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
         """Deaths of processes of the job from now on."""
-        queue: asyncio.Queue[RuntimeEvent] = asyncio.Queue()
+        queue: asyncio.Queue[RuntimeEvent] = asyncio.Queue(DEATHS_MAX)
         self._watchers[job].append(queue)
         return queue
 
@@ -375,7 +382,7 @@ class SimEngine:
         if not task.cancelled():
             task.exception()
 
-    def _chance(self, p: float) -> bool:
+    def _random(self, p: float) -> bool:
         return p > 0 and self.rng.random() < p
 
     def _pause(self, mean_s: float) -> Awaitable[None]:
@@ -429,6 +436,9 @@ class SimLauncher:
     async def call(self, to: Handle, call: Call) -> Any:
         self._reach()
         return await self._engine.call(to, call)
+
+    def hang_up(self, handle: Handle) -> None:
+        """Connections do not break here."""
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         self._reach()

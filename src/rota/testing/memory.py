@@ -97,6 +97,10 @@ class MemoryLog:
         )
         return tuple(record for record, _ in zip(found, range(limit)))
 
+    def sample(self, job: JobId, kind: str, points: int) -> tuple[Record, ...]:
+        found = [one for one in self._records if one.job == job and type(one.event).__name__ == kind]
+        return tuple(found[:: -max(1, -(-len(found) // points))][::-1])
+
     def last_number(self) -> int:
         return len(self._records)
 

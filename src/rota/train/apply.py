@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, overload
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rota.runtime.clock import SystemClock
@@ -22,7 +22,15 @@ from rota.train.batch import IGNORED as IGNORED
 from rota.train.batch import Inputs, LossScale, call, check_rows, each, in_two, known_as_sum, micro_batches, seq_of
 from rota.train.batch import cross_entropy_sum as cross_entropy_sum
 from rota.train.local_hardware import check_memory, this_machine
-from rota.train.optim import MakeOptimizer, clip_global_norm, fill_state, optimizer_for, optimizer_tensors
+from rota.train.optim import (
+    MakeOptimizer,
+    PerParameter,
+    clip_global_norm,
+    fill_state,
+    optimizer_for,
+    optimizer_tensors,
+    options_of,
+)
 from rota.train.parallel.context_parallel import (
     check_cores,
     check_positions,
@@ -41,7 +49,8 @@ from rota.train.parallel.data_parallel import (
     sync_gradients,
 )
 from rota.train.parallel.experts import spread_experts
-from rota.train.parallel.mesh import PlanMesh, local, plan_mesh
+from rota.train.parallel.mesh import PlanMesh, local, plan_mesh, settle
+from rota.train.parallel.meta import Initial, MetaModel
 from rota.train.parallel.model_parts import (
     Loss,
     Parts,
@@ -55,6 +64,10 @@ from rota.train.parallel.model_parts import (
 )
 from rota.train.parallel.tensor_parallel import Rules, split_layers
 from rota.train.plan.model import ModelShape, ParallelPlan
+from rota.train.structure.parts import FoundParts, evaluated, find_parts, keep_no_cache
+from rota.train.structure.proof import check_pieces, nonzero, prove
+from rota.train.structure.rules import split_found
+from rota.train.structure.stages import INPUTS
 from rota.train.sync import Synchroniser, synchroniser
 
 log = logging.getLogger(__name__)
@@ -81,24 +94,67 @@ def parallelize(
     plan: ParallelPlan,
     *,
     optimizer: MakeOptimizer,
+    per_parameter: PerParameter | None = None,
     loss: Loss = cross_entropy_sum,
     parts: Parts | None = None,
     rules: Rules | None = None,
+    example: Inputs | None = None,
     clip_norm: float | None = None,
     device: torch.device | None = None,
     offload_folder: Path | None = None,
+    initial: Initial | None = None,
 ) -> Parallel:
     """Apply ``plan`` to ``model`` on the ranks of the default process group; collective.
 
     All ranks give equal models (same seed) and call in the same order. ``loss(output, targets)`` is the SUM over the
-    real tokens of a micro-batch; ``optimizer`` makes one from parameters. Raises BadInput with every broken rule.
+    real tokens of a micro-batch; ``optimizer`` makes one from parameters, or from groups of them where
+    ``per_parameter(name, parameter)`` gives options, as no weight decay for some. Parts that are not named are found
+    in the structure of the model, and a cut is proved on ``example`` (rows of a batch; made up where None): outputs
+    and gradients of the pieces are those of the whole. Of a model on the meta device no rank holds more than its part:
+    ``initial`` fills the weights of one module (where None, its ``reset_parameters``, or ``_init_weights`` of
+    transformers). Raises BadInput with every broken rule.
     """
-    device = device or next(model.parameters()).device
-    parts = parts or Parts()
+    device = device or home_of(model)
+    keep_no_cache(model)
+    options = options_of(model, per_parameter)
+    parts = parts or find_parts(model, plan, example)
     check_model(model, plan, parts)  # 1. the plan fits the model and the world
     mesh = plan_mesh(plan.mesh, device, dist.group.WORLD)
-    pieces, ties = [model], [(names, holders(model, names, parts, plan)) for names in tied_names(model)]
-    partial, places = list[str](), WeakSet(position_modules(model))
+    meta = MetaModel(model, plan, initial, tied_names(model))
+    ties = [(names, holders(model, names, parts, plan)) for names in tied_names(model)]
+    places = WeakSet(position_modules(model))
+    if isinstance(parts, FoundParts) and parts.seen.first:
+        with nonzero(model):
+            proof = prove(model, parts, plan, example, mesh)
+            pieces, partial = cut(model, parts, plan, mesh, rules)
+            if max(plan.mesh.tp, plan.mesh.ep) > 1:
+                partial = check_pieces(pieces, proof, plan, mesh)
+    else:
+        pieces, partial = cut(model, parts, plan, mesh, rules)
+    for piece in pieces:
+        for index, layer in parts.layers(piece):  # 5. recompute, layer by layer
+            recompute(layer, parts.kind(plan, index))
+    if DTYPES[plan.dtype.master] != torch.float32:
+        model.to(DTYPES[plan.dtype.master])
+    for piece in pieces:
+        places.update(position_modules(piece))
+    agree = synchroniser(plan, mesh)
+    if only_data(plan):
+        meta.fill(pieces, device)
+    wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
+    if not only_data(plan):  # 7. values, when each rank has its part
+        meta.fill(pieces, device)
+    made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder, options)  # 8. optimizer
+    tied = TiedWeights(ties, pieces, mesh)
+    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied, partial, places)
+
+
+def cut(
+    model: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, rules: Rules | None
+) -> tuple[list[nn.Module], list[str]]:
+    """The stages of this rank, split over its tensor, context and expert ranks, and the names of parameters of which
+    rules say that each tensor rank sees a part of their work."""
+    pieces, partial, ties = [model], list[str](), tied_names(model)
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
     for piece in pieces:
@@ -107,19 +163,12 @@ def parallelize(
         if plan.mesh.ep > 1:
             spread_experts(piece, parts, mesh)
         if plan.mesh.tp > 1:  # 4. tensor and sequence parallel
-            partial += split_layers(piece, parts, plan, mesh, rules)
-            tie_again(piece, [names for names, _ in ties])
-        for index, layer in parts.layers(piece):  # 5. recompute, layer by layer
-            recompute(layer, parts.kind(plan, index))
-    if DTYPES[plan.dtype.master] != torch.float32:
-        model.to(DTYPES[plan.dtype.master])
-    for piece in pieces:
-        places.update(position_modules(piece))
-    agree = synchroniser(plan, mesh)
-    wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
-    made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
-    tied = TiedWeights(ties, pieces, mesh)
-    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied, partial, places)
+            if isinstance(parts, FoundParts) and rules is None:
+                split_found(piece, parts, plan, mesh)
+            else:
+                partial += split_layers(piece, parts, plan, mesh, rules)
+            tie_again(piece, ties)
+    return pieces, partial
 
 
 def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
@@ -127,7 +176,6 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
 
     A model without a ``shape`` is only checked for what can be seen: its layers.
     """
-    check_storage(model)
     parts.check(model, plan)
     shape = getattr(model, "shape", None)
     known = isinstance(shape, ModelShape)
@@ -155,14 +203,10 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
         )  # fmt: skip
 
 
-def check_storage(model: nn.Module) -> None:
-    """Raises BadInput for tensors on the meta device, which have no values to split."""
-    empty = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
-    if empty:
-        raise BadInput(
-            f"model: {empty[0]} and {len(empty) - 1} more are on the meta device and have no values",
-            hint="build the model on cpu, all ranks with the same seed; it is split from there",
-        )
+def home_of(model: nn.Module) -> torch.device:
+    """Where the model is; cpu for one on the meta device."""
+    found = next(model.parameters()).device
+    return torch.device("cpu") if found.type == "meta" else found
 
 
 def scales(plan: ParallelPlan) -> bool:
@@ -279,7 +323,7 @@ class Parallel:
         if self._pipeline is None:
             self._accumulate(given, wanted)
         else:
-            self._run_pipeline(cast("torch.Tensor", given), wanted)
+            self._run_pipeline(given, wanted, self._pipeline.step)
         settle(self._parameters)
         sum_partial(self._partial, self.mesh.group("tp"), self.device)
         self._tied.sum_gradients()
@@ -297,11 +341,52 @@ class Parallel:
             loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped, compute_s=compute_s, wait_s=self._wait_s
         )
 
+    def evaluate(
+        self,
+        inputs: Inputs | tuple[Inputs, torch.Tensor] | Sequence[torch.Tensor],
+        targets: torch.Tensor | None = None,
+        *,
+        loss: Loss | None = None,
+    ) -> float:
+        """The mean over the real tokens of the global batch, without gradients and with the model in evaluation mode:
+        of the loss, or of another function that gives a sum, as the number of right tokens. The batch is given as to
+        ``step``; rows that only fill it have targets of -100. Equal on all ranks; no weight or buffer changes.
+
+        Raises BadInput as ``step`` does.
+        """
+        given, wanted = self._of_rank(*in_two(inputs, targets))
+        tokens = self._count(wanted)
+        kept = self._loss, self._is_sum
+        self._loss, self._scale = loss or self._loss, 1.0 / self._factor
+        self._loss_sum = torch.zeros((), device=self.device)
+        try:
+            with torch.no_grad(), evaluated(*self._wrapped):
+                if self._pipeline is None:
+                    self._forward(given, wanted)
+                else:
+                    self._run_pipeline(given, wanted, self._pipeline.eval)
+        finally:
+            self._loss, self._is_sum = kept
+        for part in (part for one in self._wrapped for part in one.modules() if isinstance(part, FSDPModule)):
+            part.reshard()  # ZeRO 2 keeps what it gathered until a backward, and here is none
+        dist.all_reduce(self._loss_sum, group=self.mesh.group("data"))
+        if self._pipeline is not None:
+            dist.all_reduce(self._loss_sum, group=self.mesh.group("pp"))
+        return float(self._loss_sum) / max(tokens, 1)
+
+    def _forward(self, inputs: Inputs, targets: torch.Tensor) -> None:
+        many = self.plan.micro_batches
+        for x, y in zip(micro_batches(inputs, many), targets.tensor_split(many), strict=True):
+            with self._autocast():
+                output = call(self._wrapped[0], x)
+            self._loss_sum += self._scaled_loss(output, y)
+
     def _of_rank(self, inputs: Inputs, targets: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
         """The columns of a share that this rank holds; refuses what the plan cannot split."""
         check_rows(inputs, targets, self.local_batch, self.plan.global_batch)
         tp, mesh = self.plan.mesh.tp, self.plan.mesh
-        if not isinstance(inputs, torch.Tensor) and max(mesh.pp, mesh.cp) > 1:
+        whole = isinstance(self._parts, FoundParts) and mesh.cp == 1  # every stage gets the batch
+        if not isinstance(inputs, torch.Tensor) and max(mesh.pp, mesh.cp) > 1 and not whole:
             raise BadInput(
                 f"batch: a mapping of {', '.join(inputs)} under pp {mesh.pp} and cp {mesh.cp}, which take one tensor",
                 hint="give step(inputs, targets) two tensors, or use a plan with pp = cp = 1",
@@ -342,6 +427,10 @@ class Parallel:
         with torch.no_grad():
             for name, tensor in own.items():
                 local(tensor).copy_(local(tensors[name]))
+
+    def first_name(self, name: str) -> str:
+        """The first of the names of a parameter that has several; that name for one of them on this rank."""
+        return self._tied.first.get(name, name)
 
     def close(self) -> None:
         """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
@@ -397,13 +486,15 @@ class Parallel:
             return torch.autocast(self.device.type, dtype=DTYPES[self.plan.dtype.param])
         return nullcontext()
 
-    def _run_pipeline(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        assert self._pipeline is not None
+    def _run_pipeline(self, inputs: Inputs, targets: torch.Tensor, run: Callable[..., object]) -> None:
         mine = stages_of(self.plan, self.mesh.index("pp"))
-        given = (inputs,) if 0 in mine else ()
+        given: tuple[torch.Tensor, ...] = (inputs,) if 0 in mine and isinstance(inputs, torch.Tensor) else ()
+        batch: dict[str, Any] = {}
+        if isinstance(self._parts, FoundParts):
+            batch = {INPUTS: inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
         losses: list[torch.Tensor] = []
         wanted = {"target": targets, "losses": losses} if len(self.plan.stages) - 1 in mine else {}
-        self._pipeline.step(*given, return_outputs=False, **wanted)
+        run(*given, return_outputs=False, **wanted, **batch)
         for loss in losses:  # of the micro-batches; the function also sees empty data when shapes are probed
             self._loss_sum += loss.detach() / self._factor
 
@@ -420,15 +511,6 @@ class Parallel:
                 dist.all_reduce(norms, group=self.mesh.group("data"))
                 norm = float(norms) / self._replicas
         return float(self._loss_sum) / self._replicas, norm
-
-
-def settle(parameters: Iterable[torch.Tensor]) -> None:
-    """Give gradients the layout of their parameters: parts on tensor ranks are summed once, not in every use of them,
-    and no rank keeps rows that another one steps."""
-    for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def sum_partial(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

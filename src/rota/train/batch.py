@@ -81,6 +81,19 @@ def call(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     return model(inputs) if isinstance(inputs, torch.Tensor) else model(**inputs)
 
 
+def main_tensor(output: object) -> torch.Tensor:
+    """The tensor of an output that a loss reads: logits, the last hidden state, the first of several."""
+    for name in ("logits", "last_hidden_state"):
+        output = getattr(output, name, output)
+    if isinstance(output, tuple | list) and output:
+        output = cast("tuple[object, ...]", output)[0]
+    if isinstance(output, Mapping) and output:
+        output = next(iter(cast("Mapping[str, object]", output).values()))
+    if not isinstance(output, torch.Tensor):
+        raise BadInput(f"model: gives {type(output).__name__}, which has no logits", hint="let forward give a tensor")
+    return output
+
+
 IGNORED = -100
 """Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
 
@@ -91,8 +104,10 @@ SAME = 1e-3
 """Relative difference below which two losses count as equal."""
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum over the real tokens: logits ``[..., V]`` and targets ``[...]``, computed in fp32."""
+def cross_entropy_sum(output: object, targets: torch.Tensor) -> torch.Tensor:
+    """Sum over the real tokens: logits ``[..., V]``, or an output that has ``logits``, and targets ``[...]``, computed
+    in fp32. Targets are those of each place: for a language model the next token, not the token itself."""
+    logits = main_tensor(output)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

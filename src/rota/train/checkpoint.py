@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -154,22 +154,10 @@ class Checkpoints:
 
         Raises BadInput when there are some and all are damaged: the caller decides to begin anew, not this reader.
         """
-        refused: list[str] = []
-        for path in self._agree(lambda: candidates(self.folder)):
-            shares = self._gather(functools.partial(verify, path, self._rank, self._size))
-            faults = [fault for share in shares for fault in share]
-            if not faults:
-                manifest = _manifest(path)
-                return SavedCheckpoint(
-                    path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused)
-                )
-            refused.append(f"{path.name}: {faults[0]}")
-        if refused:
-            raise BadInput(
-                f"checkpoint: all {len(refused)} in {self.folder} are damaged: {'; '.join(refused)}",
-                hint="restore their files from a copy; to begin at step 0, give an empty folder or move these away",
-            )
-        return None
+        paths = self._agree(lambda: candidates(self.folder))
+        return newest(self.folder, paths, lambda path: [
+            fault for share in self._gather(functools.partial(verify, path, self._rank, self._size)) for fault in share
+        ])  # fmt: skip
 
     def load(self, found: SavedCheckpoint, tensors: Tensors) -> None:
         """Fill ``tensors`` in place, each with the part of the saved one that it is a shard of.
@@ -285,6 +273,22 @@ def candidates(folder: Path) -> list[Path]:
     """Committed checkpoints, newest first."""
     found = [((int(match[1]), int(match[2])), path) for path in folder.iterdir() if (match := _FOLDER.match(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest(folder: Path, paths: Sequence[Path], faults_of: Callable[[Path], Sequence[str]]) -> SavedCheckpoint | None:
+    """The first of ``paths`` without faults; None without paths. Raises BadInput when all are damaged."""
+    refused: list[str] = []
+    for path in paths:
+        if not (faults := faults_of(path)):
+            manifest = _manifest(path)
+            return SavedCheckpoint(path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused))
+        refused.append(f"{path.name}: {faults[0]}")
+    if refused:
+        raise BadInput(
+            f"checkpoint: all {len(refused)} in {folder} are damaged: {'; '.join(refused)}",
+            hint="restore their files from a copy; to begin at step 0, give an empty folder or move these away",
+        )
+    return None
 
 
 def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:

@@ -387,11 +387,13 @@ class DataCache:
         return wanted
 
     def _newest(self, source: str, uri: str, error: OSError) -> Path:
-        found = sorted(self._folder.glob(f"{source}-*"), key=lambda path: path.stat().st_mtime)
-        copies = [path for path in found if path.suffix != _PART]
+        copies = list[tuple[float, Path]]()
+        for path in self._folder.glob(f"{source}-*"):
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                copies += [(path.stat().st_mtime, path)] if path.suffix != _PART else []
         if not copies:
             raise NotReachable(f"{uri}: {error}, and this node has no copy") from error
-        return copies[-1]
+        return max(copies)[1]
 
     def _download(self, files: FileSystem, path: str, wanted: Path, size: int) -> None:
         part = wanted.with_suffix(_PART)  # of a dead process, if it exists: written anew

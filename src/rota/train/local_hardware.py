@@ -119,6 +119,8 @@ def check_memory(plan: ParallelPlan, shape: ModelShape, hardware: Hardware) -> N
 
 
 SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+FORMATS = {"cpu": ("fp32",), "cuda": ("bf16", "fp16", "fp32")}
+"""Number formats that are measured; the share of the peak by size is that of the first."""
 COPY_BYTES = 64 << 20
 SENT_BYTES = (4 << 10, 4 << 20, 16 << 20)
 REPEATS = 7
@@ -141,26 +143,31 @@ def measure(ranks: int = 1) -> tuple[Hardware, tuple[Measured, ...]]:
     in TFLOP/s, GB/s and microseconds. Raises what torch raises where a device or its memory is missing.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    products = [(2.0 * side**3, _product(device, side)) for side in SIDES[device.type]]
+    products = {
+        name: [(2.0 * side**3, _product(device, side, name)) for side in SIDES[device.type]]
+        for name in FORMATS[device.type]
+    }
     memory, launch = _copy(device), _launch(device)
     base = this_machine()
-    peak = max(one.value for _, one in products)
-    curve = tuple((flops, one.value / peak) for flops, one in products)
+    peaks = {name: max(one.value for _, one in rows) for name, rows in products.items()}
+    first = FORMATS[device.type][0]
+    curve = tuple((flops, one.value / peaks[first]) for flops, one in products[first])
     spec = replace(
         base.device,
-        peak_tflops=dict.fromkeys(("bf16", "fp16", "fp32"), peak),
+        peak_tflops={name: peaks.get(name, peaks["fp32"]) for name in ("bf16", "fp16", "fp32")},
         gemm_efficiency=curve,
         memory_gb_s=memory.value,
         memory_efficiency=1.0,
         launch_us=launch.value,
     )
-    found = [*(one for _, one in products), memory, launch]
+    found = [*(one for rows in products.values() for _, one in rows), memory, launch]
     level = base.levels[0]
     if ranks > 1:
         link = _link(ranks)
         found += link
         level = replace(level, size=ranks, gb_s=link[0].value, latency_us=link[1].value)
-    text = f"measured on {device.type} in fp32, medians of {REPEATS}" + ("" if ranks > 1 else "; the link is a guess")
+    guess = "" if ranks > 1 else "; the link is a guess"
+    text = f"measured on {device.type} in {', '.join(products)}, medians of {REPEATS}{guess}"
     return Hardware(name="measured", provenance=text, device=spec, levels=(level,)), tuple(found)
 
 
@@ -181,10 +188,11 @@ def _times_s(device: torch.device, run: Callable[[], object]) -> list[float]:
     return taken[1:]
 
 
-def _product(device: torch.device, side: int) -> Measured:
-    left, right = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+def _product(device: torch.device, side: int, number: str) -> Measured:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[number]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     taken = _times_s(device, lambda: left @ right)
-    return _measured(f"product of {side} (TFLOP/s)", [2e-12 * side**3 / one for one in taken])
+    return _measured(f"{number} product of {side} (TFLOP/s)", [2e-12 * side**3 / one for one in taken])
 
 
 def _copy(device: torch.device) -> Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import signal
 import threading
@@ -25,12 +26,13 @@ from rota.train.apply import Parallel, StepResult, cross_entropy_sum, paralleliz
 from rota.train.batch import Inputs
 from rota.train.checkpoint import Checkpoints, MemoryCheckpoints, candidates, own_group
 from rota.train.local_hardware import plan_for_world
-from rota.train.optim import MakeOptimizer, restore_settings, settings
+from rota.train.optim import OPTIONS, MakeOptimizer, PerParameter, restore_settings, settings
 from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss, Parts
 from rota.train.plan.hardware import Json
 from rota.train.plan.model import ParallelPlan
 from rota.train.ps.table import State as SyncState
+from rota.train.weights import described, joined_dims
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ def fit(
     batch: int,
     plan: ParallelPlan | Literal["auto"] = "auto",
     seed: int = 0,
+    per_parameter: PerParameter | None = None,
     loss: Loss = cross_entropy_sum,
     parts: Parts | None = None,
     clip_norm: float | None = None,
@@ -68,7 +71,7 @@ def fit(
     ``checkpoint`` it continues from the newest good one, under whatever plan it was written (``resume`` never: a folder
     that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor store of this machine:
     state copied there survives the processes and is preferred when it is as new and of the same plan.
-    ``rate(step)`` gives the learning rate.
+    ``rate(step)`` gives the learning rate, ``per_parameter`` what differs by name, as in ``parallelize``.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
     """
@@ -83,8 +86,9 @@ def fit(
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
         trained = parallelize(
-            model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=folder
-        )
+            model, plan, optimizer=optimizer, per_parameter=per_parameter, loss=loss, parts=parts, clip_norm=clip_norm,
+            offload_folder=folder,
+        )  # fmt: skip
         ends.enter_context(closing(trained))
         saves = ends.enter_context(Checkpoints(folder, keep=keep)) if folder else None
         copies = in_memory(memory, trained) if memory else None
@@ -157,7 +161,8 @@ def kept_tensors(trained: Parallel) -> dict[str, torch.Tensor]:
 
 def extra_of(trained: Parallel) -> Json:
     """What a checkpoint holds beside tensors."""
-    return {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer)}
+    of_model = {"joined": joined_dims(trained), **described(trained.pieces[0])}
+    return {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer), "model": of_model}
 
 
 def in_memory(run: str, trained: Parallel) -> MemoryCheckpoints:
@@ -224,9 +229,10 @@ class Agreement:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """One learning rate for all parameters."""
+    """One learning rate for all parameters but those whose options give another."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if "lr" not in json.loads(str(group.get(OPTIONS, "{}"))):
+            group["lr"] = rate
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import mmap
 import os
 import tempfile
@@ -25,6 +26,10 @@ from rota.train.plan.model import Layer, Offload, ParallelPlan
 State: TypeAlias = "dict[torch.Tensor, dict[str, Any]]"
 """What torch's optimizers keep for each parameter, by key: tensors and numbers."""
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+PerParameter = Callable[[str, torch.Tensor], Mapping[str, object]]
+"""(name, whole parameter) to the options of its group, as ``{"weight_decay": 0.0}``: torch's per-parameter options."""
+OPTIONS = "rota_options"
+"""The key of a parameter group, and the attribute of a parameter, that hold those options as JSON."""
 FILE_BUDGET_BYTES = 64 << 20
 """State that may be resident at once: of the group that steps, the one before it and the one after."""
 ALIGN_BYTES = 64
@@ -39,13 +44,17 @@ def optimizer_for(
     plan: ParallelPlan,
     group: dist.ProcessGroup,
     folder: Path | None,
+    options: Mapping[str, str],
 ) -> torch.optim.Optimizer:
     """The optimizer over the parameters of this rank, each where its layer's ``zero`` and ``offload`` want it.
 
-    ``group`` are the data ranks, ``folder`` is where files of state go. Raises BadInput for what cannot be kept so.
+    ``group`` are the data ranks, ``folder`` is where files of state go, ``options`` are those of ``options_of``.
+    Raises BadInput for what cannot be kept so.
     """
+    if options:
+        _mark(pieces, options)
     made: list[torch.optim.Optimizer] = []
-    make = functools.partial(_checked, make)
+    make = functools.partial(_checked, make, sorted(set(options.values())))
     for (shared, offload), parameters in _by_kind(pieces, parts, plan).items():
         place = functools.partial(_placed, make, offload, folder)
         made.append(ZeroOneOptimizer(place, parameters, group) if shared and group.size() > 1 else place(parameters))
@@ -56,9 +65,56 @@ def optimizer_for(
     return optimizer
 
 
-def _checked(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Raises BadInput for one that steps a whole parameter only and was given parts of it, or needs a closure."""
-    optimizer = make(parameters)
+def options_of(model: nn.Module, choose: PerParameter | None) -> dict[str, str]:
+    """The options of each parameter as JSON, by all its names; empty when none are chosen.
+
+    A parameter with several names is asked for by its first. Raises BadInput for options that JSON does not hold.
+    """
+    found: dict[str, str] = {}
+    texts: dict[torch.Tensor, str] = {}
+    if choose is None:
+        return found
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in texts:
+            chosen = choose(name, parameter)
+            try:
+                texts[parameter] = json.dumps(dict(chosen), sort_keys=True)
+            except (TypeError, ValueError) as error:
+                hint = 'give a mapping, as {"weight_decay": 0.0}'
+                raise BadInput(f"per_parameter: {chosen!r} for {name}: {error}", hint=hint) from error
+        found[name] = texts[parameter]
+    return found
+
+
+def _mark(pieces: Sequence[nn.Module], options: Mapping[str, str]) -> None:
+    """Let each parameter hold its options. Raises BadInput for one that the whole model has under no name."""
+    for piece in pieces:
+        for name, parameter in piece.named_parameters(remove_duplicate=False):
+            if name not in options:
+                raise BadInput(
+                    f"per_parameter: this plan makes {name}, which the whole model does not have",
+                    hint="leave per_parameter out, or use a plan without expert ranks",
+                )
+            setattr(parameter, OPTIONS, options[name])
+
+
+def _checked(make: MakeOptimizer, options: Sequence[str], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer with one group for each of ``options``, also where no parameter here has them: groups are equal on
+    all ranks. Raises BadInput for one that steps a whole parameter only and was given parts of it, needs a closure, or
+    does not know an option."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [one for one in parameters if getattr(one, OPTIONS, options[0]) == text] or [placeholder()]}
+        | json.loads(text)
+        | {OPTIONS: text}
+        for text in options
+    ]
+    optimizer = make(cast("list[torch.Tensor]", groups) if groups else parameters)
+    if unknown := sorted({key for text in options for key in json.loads(text)} - set(optimizer.defaults)):
+        raise BadInput(
+            f"per_parameter: {type(optimizer).__name__} has no option {unknown[0]!r}",
+            hint=f"it has {', '.join(optimizer.defaults)}",
+        )
     kinds, given = {kind.__name__ for kind in type(optimizer).__mro__}, optimizer.param_groups
     if kinds & NEEDS_CLOSURE:
         raise BadInput(
@@ -213,6 +269,8 @@ class HostOptimizer(ComposedOptimizer):
         self.device_of: dict[torch.Tensor, torch.Tensor] = {
             nn.Parameter(local(one).detach().to("cpu", copy=True)): one for one in parameters
         }
+        for host, one in self.device_of.items():
+            vars(host).update({key: value for key, value in vars(one).items() if key == OPTIONS})
         self.versions = [local(one)._version for one in parameters]
         super().__init__([make(list(self.device_of))], self.device_of)
 
@@ -369,10 +427,18 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]]) -> None:
     """Inverse of ``settings``; ``foreach`` and ``fused`` stay as this plan needs them.
 
-    Groups that were all alike are those of any number of groups. Raises BadInput for another number of different ones.
+    Groups that were all alike are those of any number of groups; with options for each parameter, those of equal
+    options. Raises BadInput for other options, and for another number of different groups.
     """
-    if groups and all(group == groups[0] for group in groups):
-        groups = [groups[0]] * len(optimizer.param_groups)
+    here, there = ({str(group.get(OPTIONS, "")) for group in held} for held in (optimizer.param_groups, groups))
+    if here != there:
+        raise BadInput(
+            f"checkpoint: per_parameter gave the options {sorted(there)}, now {sorted(here)}",
+            hint="continue with the same per_parameter",
+        )
+    alike = {str(group.get(OPTIONS, "")): group for group in groups}
+    if all(group == alike[str(group.get(OPTIONS, ""))] for group in groups):
+        groups = [alike[str(group.get(OPTIONS, ""))] for group in optimizer.param_groups]
     if len(groups) != len(optimizer.param_groups):
         raise BadInput(f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
     for group, given in zip(optimizer.param_groups, groups, strict=True):

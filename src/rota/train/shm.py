@@ -33,7 +33,7 @@ from torch._C import _distributed_c10d
 from rota import tensors
 from rota.runtime import process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
-from rota.runtime.random import SystemChance
+from rota.runtime.random import SystemRandom
 from rota.spec.errors import RotaError
 
 CHUNK_BYTES: Final = 512 * 1024
@@ -270,7 +270,7 @@ def _share(store: C10d, rank: int, size: int, timeout: timedelta) -> tuple[str, 
     name, memory = "", None
     if rank == 0:
         try:
-            name = f"collectives/{SystemChance().fresh()}"
+            name = f"collectives/{SystemRandom().new_id()}"
             with tensors.connect().create(name, (Arena.bytes_for(size),), "uint8", mutable=True, orphan="drop") as made:
                 made[: Arena.bytes_for(size) - size * CHUNK_BYTES].zero_()
             memory = made

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota.runtime import environ
 from rota.runtime.process import boot_id
-from rota.runtime.random import SystemChance
+from rota.runtime.random import SystemRandom
 from rota.spec.errors import BadInput
 from rota.train import compress
 from rota.train.parallel.mesh import PlanMesh
@@ -210,7 +210,7 @@ class PsSync(Synchroniser):
             raise BadInput(f"sync.servers: {self._servers}, hosted by the {size} replicas", hint=f"use 1 to {size}")
         chosen = row_optimizer(optimizer)
         tokens = [""] * size
-        dist.all_gather_object(tokens, SystemChance().fresh(), group=self._group)
+        dist.all_gather_object(tokens, SystemRandom().new_id(), group=self._group)
         address = ""
         if rank < self._servers:
             self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=tokens[0]))

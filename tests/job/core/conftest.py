@@ -10,7 +10,7 @@ from tests import makers
 from rota.job.core import machine
 from rota.job.core.context import JobContext
 from rota.job.core.desired import next_emit, settle, wanted
-from rota.job.core.transitions import INSTANCE, JOB
+from rota.job.core.transitions import ASK, GANG, INSTANCE, JOB
 from rota.spec.commands import (
     Assemble,
     CheckNode,
@@ -43,6 +43,7 @@ from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
+from rota.spec.states import AskState, GangState
 
 
 class Driven(makers.Log):
@@ -91,13 +92,13 @@ class Driven(makers.Log):
         """What the scheduler says to the first ask that it has not answered, or can grant now."""
         for ask in self.ctx.asks if self.free is not None else ():
             node = next((one for one in self.free or () if one not in (*ask.avoid, *ask.apart)), None)
-            if ask.state == "asked" and node is not None:
+            if ask.state is AskState.ASKED and node is not None:
                 bundles = tuple(
                     BundleGrant(index=i, node=NodeId(node), host=node, devices=(), res=Res())
                     for i in range(len(ask.members))
                 )
                 return GangGranted(gang=ask.gang, bundles=bundles)
-            if ask.state == "asked" and not ask.answered:
+            if ask.state is AskState.ASKED and not ask.answered:
                 return GangWaits(gang=ask.gang, reason=Reason.NO_FREE_DEVICES)
         return None
 
@@ -124,7 +125,7 @@ class Driven(makers.Log):
         for key in dead:
             self.alive.pop(key)
         alive = tuple((RoleName(role), rank, Epoch(e)) for role, rank, e in self.alive)
-        gangs = tuple((gang.id, gang.epoch) for gang in self.ctx.gangs if gang.state == "reserved")
+        gangs = tuple((gang.id, gang.epoch) for gang in self.ctx.gangs if gang.state is GangState.RESERVED)
         self.feed(MasterStarted(master_epoch=Epoch(epoch), pid=1))
         self.feed(Reattached(master_epoch=Epoch(epoch), alive=alive, gangs=gangs))
         return self
@@ -163,12 +164,27 @@ def invariants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check_step(before: JobContext, after: JobContext, event: Event) -> None:
-    """Only declared transitions, an end that lasts, nothing left to settle, each command wanted once."""
+    """Only declared transitions, an end that lasts, nothing left to settle, each command wanted once.
+
+    Where no event is due, it is said what the next one waits for.
+    """
+    due = next_emit(after)
+    assert due or due.why, f"no event is due after {event}, and nothing says why"
     assert after.state in {before.state, *JOB[before.state]}, f"{before.state} -> {after.state} by {event}"
     for one in after.instances.values():
         if one.id in before.instances and before.attempt == after.attempt and before.graph is after.graph:
             was = before.instances[one.id].state
             assert one.state in {was, *INSTANCE[was]}, f"{one.id} {was} -> {one.state} by {event}"
+    gangs = {(one.id, one.epoch): one.state for one in before.gangs}
+    for gang in after.gangs:
+        was = gangs.get((gang.id, gang.epoch))
+        may = {was, *GANG[was]} if was else {GangState.RESERVING, GangState.RELEASING}
+        assert gang.state in may, f"gang {gang.id} {was} -> {gang.state} by {event}"
+    asks = {ask.gang: ask.state for ask in before.asks}
+    for ask in after.asks:
+        was = asks.get(ask.gang)
+        may = {was, *ASK[was]} if was else {AskState.WANTED}
+        assert ask.state in may, f"the ask for gang {ask.gang} {was} -> {ask.state} by {event}"
     ids = [command.id for command in wanted(after)]
     assert len(ids) == len(set(ids))
     assert settle(after) == after

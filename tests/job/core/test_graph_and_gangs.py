@@ -12,7 +12,7 @@ from tests.makers import loop as the_loop
 
 from rota.job.core.check import check_graph
 from rota.job.core.graph import blast_radius, expand
-from rota.job.core.placement import bind, bindings, gang_requests
+from rota.job.core.placement import bind, bindings, requests_of
 from rota.spec.dispatch import OpSpec
 from rota.spec.gang import Apart, Grant, Together
 from rota.spec.ids import RoleName
@@ -195,7 +195,7 @@ def test_device_collocation_shares_a_bundle_and_leases_take_the_larger_device():
         service("ref", 2, res=Res(cpus=1, gpus=1, memory_bytes=5), collocate=(near("actor", share="lease"),)),
         service("reward", 1),
     )
-    (request,) = gang_requests(job, expand(job))
+    (request,) = requests_of(job)
     assert [tuple(map(str, ask.members)) for ask in request.bundles] == [
         ("actor/0", "ref/0"),
         ("actor/1", "ref/1"),
@@ -217,7 +217,7 @@ def test_prefill_and_decode_are_near_each_other_spread_and_far_from_the_trainer(
         ),
     )
     assert check_graph(job) == ()
-    (request,) = gang_requests(job, expand(job))
+    (request,) = requests_of(job)
     assert request.together == (
         Together(bundles=(1, 3), level="node"),
         Together(bundles=(2, 4), level="node"),
@@ -234,23 +234,23 @@ def test_prefill_and_decode_are_near_each_other_spread_and_far_from_the_trainer(
 def test_runs_of_a_plan_are_kept_on_a_node_or_should_be(rule, tied, close):
     plan = replace(SizedPlan(replicas=4, plan="{}", why=""), **{rule: 2})
     job = spec(replace(command("train", 4, mesh=(("dp", 4),)), plans=(plan,)))
-    (request,), runs = gang_requests(job, expand(job)), ((0, 1), (2, 3))
+    (request,), runs = requests_of(job), ((0, 1), (2, 3))
     assert (request.tied, request.close) == ((runs, ()) if rule == "together" else ((), runs))
 
 
 def test_gang_subgraph_asks_for_one_gang_a_sub_graph_in_data_flow_order():
     job = grpo(gang="subgraph")
-    requests = gang_requests(job, expand(job))
+    requests = requests_of(job)
     assert len(requests) == 6
     order = [request.bundles[0].members[0].role for request in requests]
     assert order.index(RoleName("rollout")) < order.index(RoleName("reward"))
     tied = spec(service("a", 1), service("b", 1, apart=(near("a", "node"),)), gang="subgraph")
-    assert len(gang_requests(tied, expand(tied))) == 1
+    assert len(requests_of(tied)) == 1
 
 
 def test_a_grant_that_does_not_answer_the_request_is_refused():
     job = rl()
-    (request,) = gang_requests(job, expand(job))
+    (request,) = requests_of(job)
     with pytest.raises(ValueError, match="does not answer"):
         bind(request, Grant(gang=request.gang, bundles=()))
 
@@ -286,7 +286,7 @@ def build(roles: list[tuple[int, int, bool, bool]], gang: str) -> JobSpec:
 def test_every_instance_is_in_exactly_one_bundle_of_one_gang(roles, gang):
     job = build(roles, gang)
     graph = expand(job)
-    members = [m for request in gang_requests(job, graph) for ask in request.bundles for m in ask.members]
+    members = [m for request in requests_of(job) for ask in request.bundles for m in ask.members]
     assert sorted(members) == sorted(graph.instances)
     assert set(bindings(job, placement(job))) == set(graph.instances)
 

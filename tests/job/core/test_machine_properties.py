@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.job.core.conftest import Driven
-from tests.makers import JOB, Log, admitted, command, fail, loop, mesh, rl, service, spec, submitted
+from tests.makers import JOB, Log, admitted, command, fail, loop, mesh, replay, rl, service, spec, submitted
 
 from rota.job.core.context import JobContext
 from rota.job.core.desired import next_emit, wanted
-from rota.job.core.machine import replay, step
+from rota.job.core.machine import fold, step
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -39,7 +39,7 @@ from rota.spec.events import (
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState, Level
+from rota.spec.states import GangState, JobState, Level
 
 SPECS: tuple[JobSpec, ...] = (
     rl(retry=1),
@@ -117,7 +117,8 @@ def play(job: JobSpec, acts: list[int | Event]) -> Driven:
             driven.feed(emit.event)
         elif outcomes := [event for one in wanted(driven.ctx) if (event := driven.outcome(one)) is not None]:
             driven.feed(outcomes[act % len(outcomes)])
-        assert step(driven.ctx, driven.records[-1]) == (driven.ctx, ())
+        again = step(driven.ctx, driven.records[-1:], driven.begun)
+        assert (again.ctx, again.commands, again.begun) == (driven.ctx, (), driven.begun)
     return driven
 
 
@@ -134,7 +135,7 @@ def test_after_any_events_a_master_that_carries_out_its_commands_brings_the_job_
     driven = play(SPECS[job], acts)
     driven.feed(MasterStarted(master_epoch=Epoch(99), pid=1))
     alive = tuple((RoleName(role), rank, Epoch(epoch)) for role, rank, epoch in driven.alive)
-    gangs = tuple((gang.id, gang.epoch) for gang in driven.ctx.gangs if gang.state == "reserved")
+    gangs = tuple((gang.id, gang.epoch) for gang in driven.ctx.gangs if gang.state is GangState.RESERVED)
     driven.feed(Reattached(master_epoch=Epoch(99), alive=alive, gangs=gangs))
     driven.settle()
     ctx = driven.ctx
@@ -152,7 +153,7 @@ def test_a_record_that_leaves_a_gap_is_refused():
     records = log.records
     ctx = Log().ctx
     try:
-        step(ctx, records[1])
+        fold(ctx, records[1])
     except ValueError as error:
         assert "some are missing" in str(error)
     else:

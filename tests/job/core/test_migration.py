@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.makers import admitted, at, command, loop, mesh, service, spec
+from tests.makers import admitted, at, command, loop, mesh, replay, service, spec
 
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
-from rota.job.core.machine import initial, replay
+from rota.job.core.machine import initial
 from rota.job.core.migration import needs_save
 from rota.spec.commands import SetTimer
 from rota.spec.events import (
@@ -27,7 +27,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState, Level
+from rota.spec.states import AskState, JobState, Level
 
 FAR_S = 1e6
 
@@ -203,7 +203,7 @@ def test_a_reserved_place_that_others_want_is_given_back_and_the_job_goes_on_whe
     node, driven.free = driven.ctx.bundle(at(f"w/{top - 1}"))[1].node, ["h2"]
     drain(driven, node)
     (ask,) = (one for one in driven.ctx.asks if one.leaves)
-    assert ask.state == "held"
+    assert ask.state is AskState.HELD
     driven.free = []
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=ask.gang))
     driven.settle()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.makers import at, command, fail, loop, mesh, service, spec
+from tests.makers import at, command, fail, loop, mesh, replay, service, spec, started, submitted
 
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
-from rota.job.core.machine import initial, replay
+from rota.job.core.machine import initial
 from rota.job.core.resize import sized, world_of
 from rota.service.views.job_history import JobHistory, begin_history
 from rota.service.views.reasons import failure_list
 from rota.service.webhooks import notice_of
-from rota.spec.commands import Assemble, SetTimer
+from rota.spec.commands import FENCED_GRACE_S, Assemble, SetTimer, StopInstance
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -30,7 +30,7 @@ from rota.spec.events import (
 from rota.spec.ids import Epoch, RoleName
 from rota.spec.job import Near, RoleSpec
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import GangState, InstanceState, JobState, Level
 
 
 def elastic(low: int = 1, high: int = 3, **fields: object) -> RoleSpec:
@@ -212,6 +212,24 @@ def test_a_lost_node_shrinks_the_world_at_once_and_the_living_keep_their_process
     assert replayed(driven) == driven.ctx
 
 
+def test_a_job_admitted_with_more_than_its_fewest_starts_so_and_goes_on_smaller_when_a_node_is_lost(driven):
+    job = spec(elastic(1, 4))
+    driven.feed(*submitted(job), started(job, "train", 3, "h0", "h1", "h2"))
+    driven.master().settle()
+    assert (active(driven, "train"), worlds(driven)[-1]) == ([0, 1, 2], 3)
+    asked = [one.event.request for one in driven.records if isinstance(one.event, GangAsked)]
+    assert [one.bundles[0].members[0].rank for one in asked] == [3]
+    driven.feed(lost(driven, "train/1", Reason.NODE_LOST))
+    driven.settle()
+    assert (driven.ctx.state, active(driven, "train"), worlds(driven)[-1]) == (JobState.RUNNING, [0, 2], 2)
+    driven.free = ["h3", "h4"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=61.0)
+    driven.settle()
+    assert active(driven, "train") == [0, 1, 2, 3], "with free devices it grows back, and on"
+    assert replayed(driven) == driven.ctx
+
+
 @pytest.mark.parametrize("alive", [True, False])
 def test_who_only_went_with_a_peer_whose_node_is_lost_is_what_is_left_of_the_world(driven, alive: bool):
     driven.free = ["h1"]
@@ -270,7 +288,7 @@ def test_a_place_that_the_engine_refuses_is_avoided_beside_the_lost_node(driven)
     driven.feed(lost(driven, "w/0", Reason.NODE_LOST))
     driven.free = ["h9"]
     driven.settle(hold="reserve/moved")
-    gang = next(one for one in driven.ctx.gangs if one.state == "reserving")
+    gang = next(one for one in driven.ctx.gangs if one.state is GangState.RESERVING)
     driven.free = None
     driven.feed(GangReserveFailed(gang=gang.id, epoch=gang.epoch, reason=Reason.GANG_TIMEOUT))
     driven.settle()
@@ -395,6 +413,21 @@ def test_a_world_that_is_scaled_down_shrinks_at_once(driven):
     driven.settle()
     assert (active(driven, "train"), driven.ctx.state) == ([0, 1], JobState.RUNNING)
     assert len(driven.ctx.gangs) == 2
+
+
+def test_the_ranks_of_a_world_that_changes_its_size_have_the_grace_of_the_job_to_save(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 3), grace_s=12.0))
+    driven.feed(ScaleAsked(role=RoleName("train"), n=2))
+    driven.settle()
+    ended = [one for one in driven.done if isinstance(one, StopInstance)]
+    formed = [one for one in driven.done if isinstance(one, Assemble) and one.epoch == driven.ctx.epoch_max]
+    assert [(str(one.instance), one.grace_s) for one in ended] == [("train/2", 12.0)]
+    assert [(str(one.instance), one.grace_s) for one in formed] == [("train/0", 12.0), ("train/1", 12.0)]
+    driven.feed(lost(driven, "train/1"))
+    driven.settle()
+    again = [one for one in driven.done if isinstance(one, Assemble) and one.epoch == driven.ctx.epoch_max]
+    assert {one.grace_s for one in again} == {FENCED_GRACE_S}, "after a loss the others may hang"
 
 
 @pytest.mark.parametrize("role", [elastic(1, 3), replace(service("train", 1), replicas_max=3)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.makers import admitted, at, loop, mesh, rl, service, spec
+from tests.makers import admitted, at, loop, mesh, replay, rl, service, spec
 
 from rota.job.core.context import PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S
 from rota.job.core.desired import wanted
-from rota.job.core.machine import accepts_commit, initial, replay
+from rota.job.core.machine import accepts_commit, initial
 from rota.service.views.job_history import begin_history
 from rota.service.views.reasons import failure_list
 from rota.spec.commands import SaveCommit, SetTimer, StopInstance

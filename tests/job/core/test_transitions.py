@@ -6,8 +6,12 @@ import pytest
 from tests.makers import command, loop, spec
 
 from rota.job.core import losses
-from rota.job.core.context import JobContext, replace
+from rota.job.core.context import GangDemand, HeldGang, JobContext, replace
 from rota.job.core.transitions import (
+    ASK,
+    ASK_TRANSITIONS,
+    GANG,
+    GANG_TRANSITIONS,
     INSTANCE,
     INSTANCE_TRANSITIONS,
     JOB,
@@ -16,20 +20,22 @@ from rota.job.core.transitions import (
     moved,
 )
 from rota.spec.events import Event, InstanceEnded, InstanceLost, PreemptAsked
-from rota.spec.ids import Epoch, InstanceId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import AskState, GangState, InstanceState, JobState
 
 
 def test_every_state_is_declared_and_ends_are_never_left():
     assert set(JOB) == set(JobState)
     assert set(INSTANCE) == set(InstanceState)
+    assert set(GANG) == set(GangState)
+    assert set(ASK) == set(AskState)
     assert all(not JOB[state] for state in JobState if state.terminal)
     assert JobState.RUNNING not in JOB[JobState.QUEUED]
 
 
 def test_each_pair_of_states_is_declared_once():
-    for rows in (JOB_TRANSITIONS, INSTANCE_TRANSITIONS):
+    for rows in (JOB_TRANSITIONS, INSTANCE_TRANSITIONS, GANG_TRANSITIONS, ASK_TRANSITIONS):
         pairs = [(before, after) for row in rows for before in row.leaves for after in row.enters]
         assert len(pairs) == len(set(pairs))
 
@@ -44,6 +50,19 @@ def test_a_state_changes_by_a_declared_transition_alone(driven):
         moved(ctx, JobState.QUEUED)
     with pytest.raises(InvalidTransition, match="instance a/0 cannot change from READY to STARTING"):
         moved(one, InstanceState.STARTING)
+
+
+def test_a_gang_and_an_ask_change_by_a_declared_transition_alone():
+    gang = HeldGang(id=GangId("main"), epoch=Epoch(1), state=GangState.RELEASING)
+    ask = GangDemand(gang=GangId("moved-2"), epoch=Epoch(2), members=())
+    assert moved(ask, AskState.ASKED, answered=True).answered
+    for one, to in ((gang, GangState.RESERVED), (ask, AskState.GRANTED)):
+        with pytest.raises(TypeError, match=r"transitions\.moved"):
+            replace(one, state=to)
+    with pytest.raises(InvalidTransition, match="gang main cannot change from releasing to reserved"):
+        moved(gang, GangState.RESERVED)
+    with pytest.raises(InvalidTransition, match="the ask for gang moved-2 cannot change from wanted to granted"):
+        moved(ask, AskState.GRANTED)
 
 
 def test_the_error_of_an_undeclared_transition_carries_the_event_that_made_it(driven, monkeypatch):

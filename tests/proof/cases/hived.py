@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.cluster.core.capacity import CellSpec
-from rota.cluster.core.state import InvariantBroken, Txn
+from rota.cluster.core.state import InvariantBroken
+from rota.cluster.core.txn import Txn
 from rota.cluster.virtual.cells import FREE, NONE, CellType, TenantCells, TopologyError, VirtualCells
 from rota.cluster.virtual.hived import GangAsk, GangPlan, HivedCluster
 from rota.spec.errors import BadInput

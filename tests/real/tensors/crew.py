@@ -17,7 +17,7 @@ from typing import Any
 from rota.runtime.probe import stacks_of
 from rota.runtime.process import identify
 from rota.tensors.api.store import Plane
-from rota.tensors.locks import is_alive
+from rota.tensors.locks import is_alive, noted_in
 
 WAIT_S = 60.0
 DEEP = os.environ.get("ROTA_DEEP") == "1"
@@ -214,6 +214,7 @@ def left_over(plane: Plane) -> dict[str, Any]:
     held = {version for version, _ in plane._space.leases.live()}
     versions = {int(key[2:]): fields for key, fields in dump.items() if key.startswith("v:")}
     leases = {int(v) for key, leased in dump.items() if key.startswith("c:") and key.endswith(":l") for v in leased}
+    leases |= set(noted_in(plane._space.clients))
     used = int(dump.get("bytes", {}).get("used", 0)) - sum(int(versions[v]["blk"]) for v in held & versions.keys())
     devices = plane._space.devices
     ranges = devices.ask(devices.uuid, {"op": "blocks"}, start=False).get("blocks", ()) if devices else ()

@@ -216,6 +216,114 @@ def test_records_of_many_producers_reach_killed_and_living_consumers_at_least_on
     assert clean(plane)["names"] == 0
 
 
+PRODUCER = """
+    c = plane.channel('c')
+    for i in range(30):
+        c.put({'x': np.full(500 * (1 + i % 3), i)}, {'index': i}, timeout_s=30)
+        print(i, flush=True)
+"""
+CONSUMER = """
+    c = plane.channel('c')
+    while True:
+        records = c.take(3, timeout_s=60, as_='numpy')
+        c.ack(*records)
+        for r in records: print(r.meta['index'], flush=True)
+"""
+
+
+@pytest.mark.parametrize("die_at", ["ring:5", "copying:4", "copied:9", "committed:6", "block:2"])
+def test_a_producer_killed_inside_a_put_loses_no_record_that_it_was_told_of(
+    plane: Plane, actors: Crew, die_at: str
+) -> None:
+    producer = actors.start(PRODUCER, die_at=die_at)
+    assert actors.wait(producer) == -signal.SIGKILL, actors.output(producer)
+    told = len(actors.output(producer).splitlines())
+    came = indices(plane.channel("c"))
+    assert came == list(range(len(came)))
+    assert told <= len(came) <= told + 1
+    wait_until(lambda: clean(plane)["versions"] == {})
+
+
+@pytest.mark.parametrize("die_at", ["ring:4", "leased:2", "ring:7"])
+def test_a_consumer_killed_inside_a_take_or_an_ack_loses_no_record(plane: Plane, actors: Crew, die_at: str) -> None:
+    channel = plane.channel("c")
+    fill(channel, 20)
+    consumer = actors.start(CONSUMER, die_at=die_at)
+    assert actors.wait(consumer) == -signal.SIGKILL, actors.output(consumer)
+    told = [int(line) for line in actors.output(consumer).splitlines()]
+    rest: list[int] = []
+    wait_until(lambda: rest.extend(indices(channel)) or channel.depth() == 0)
+    assert told == list(range(len(told)))
+    assert rest == list(range(20 - len(rest), 20))
+    assert 0 <= 20 - len(rest) - len(told) <= 3  # the last ones were acknowledged, and not yet printed
+    wait_until(lambda: clean(plane)["versions"] == {})
+
+
+def test_records_that_a_forked_child_views_stay_whatever_comes_after_them(plane: Plane, actors: Crew) -> None:
+    code = """
+        channel = plane.channel('c')
+        channel.put({'x': np.full(1000, 1)})
+        record, = channel.take(as_='numpy')
+        view = record.tensors['x']
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(reading, 1)
+            os._exit(0 if (view == 1).all() else 9)
+        channel.ack(record)
+        del record, view
+        for i in range(2, 6):
+            channel.put({'x': np.full(1000, i)})
+            record, = channel.take(as_='numpy')
+            channel.ack(record)
+        os.write(writing, b'x')
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    assert actors.run(code) == 0
+    wait_until(lambda: clean(plane)["versions"] == {})
+
+
+def test_records_of_any_size_and_many_tensors_share_one_channel(plane: Plane) -> None:
+    channel = plane.channel("c")
+    for size in (0, 1, 70_000, 3 << 20, 10):
+        tensors = {"a": np.arange(size, dtype=np.uint8), "b/c": np.full((2, 3), size, np.float32)}
+        channel.put(tensors, [size])
+        (record,) = channel.take(as_="numpy")
+        assert record.meta == [size]
+        for name, value in tensors.items():
+            assert record.tensors[name].dtype == value.dtype
+            assert (record.tensors[name] == value).all()
+        with pytest.raises(errors.NotFound):
+            plane.ref(record.tensors["b/c"])  # its memory will be another record's
+        channel.ack(record)
+
+
+def test_a_channel_whose_memory_is_given_back_again_and_again_loses_no_record(plane: Plane, actors: Crew) -> None:
+    producer = """
+        c = plane.channel('c', items_max=8)
+        for i in range(60): c.put({'x': np.full(500, i)}, [os.getpid(), i], timeout_s=60)
+    """
+    ending = """
+        import time
+        while True:
+            plane._session.rings.end('c')
+            time.sleep(0.02)
+    """
+    producers, ender = [actors.start(producer) for _ in range(2)], actors.start(ending)
+    channel, came = plane.channel("c"), dict[int, list[int]]()
+    while sum(map(len, came.values())) < 120:
+        (record,) = channel.take(timeout_s=60, as_="numpy")
+        pid, index = record.meta
+        assert (record.tensors["x"] == index).all()
+        came.setdefault(pid, []).append(index)
+        channel.ack(record)
+    assert came == {pid: list(range(60)) for pid in producers}
+    actors.kill(ender)
+    assert [actors.wait(pid) for pid in producers] == [0, 0]
+    del record
+    wait_until(lambda: clean(plane)["versions"] == {})
+
+
 def test_a_channel_says_what_is_wrong_with_its_settings(plane: Plane) -> None:
     for how in ({"full": "spill"}, {"items_max": 0}, {"items_max": 10**6}):
         with pytest.raises(BadInput, match=next(iter(how))):

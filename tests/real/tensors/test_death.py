@@ -100,13 +100,15 @@ def test_a_writer_of_a_step_killed_anywhere_shows_the_whole_step_or_the_one_befo
         assert clean(plane)["versions"] == {"ready": 1}
 
 
-@pytest.mark.parametrize("point", ["leased", "mapped", "releasing", "released"])
+@pytest.mark.parametrize("point", ["leased", "mapped", "releasing", "released", "noted", "mapped:2", "releasing:2"])
 def test_a_reader_killed_anywhere_takes_its_leases_along(plane: Plane, actors: Crew, cases: Cases, point: str) -> None:
+    """The first get asks the registry, the second one only notes its lease."""
     code = """
-        view = plane.get('w', as_='numpy')
-        del view
-        plane.release('w')
-        plane._session.release_ended()
+        for _ in range(2):
+            view = plane.get('w', as_='numpy')
+            del view
+            plane.release('w')
+            plane._session.release_ended()
         while True: os.sched_yield()
     """
     for _ in cases(2, plane, 6, deep=30):

@@ -40,10 +40,12 @@ def _abort(plane: Plane) -> None:
 
 def _get(plane: Plane) -> None:
     plane.release("w")
+    plane._reader._slots.clear()
     assert plane.get("w", as_="numpy").tolist() == [0.0] * 4
 
 
 def _release(plane: Plane) -> None:
+    plane._reader._slots.clear()
     plane.get("w", as_="numpy")
     plane.release("w")
     session = plane._session

@@ -378,3 +378,17 @@ def test_a_home_with_a_long_path_leaves_no_folder_for_its_socket_behind(home: Pa
         assert path.is_socket()
     rota.tensors.down(long)
     assert not path.parent.exists()
+
+
+def test_namespaces_that_were_left_keep_no_file_open(tensor_home: Path) -> None:
+    def use(namespace: str) -> int:
+        with rota.tensors.connect(home=tensor_home, namespace=namespace, keep=True) as plane:
+            plane.put("a", np.arange(1000))
+            assert plane.get("a")[999] == 999
+            plane.delete("a")
+        del plane
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    opened = [use(f"left{n}") for n in range(5)]
+    assert max(opened[1:]) <= opened[0]

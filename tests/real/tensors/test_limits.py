@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import Crew, clean, wait_until
+from tests.real.tensors.crew import WAITING, Cases, Crew, clean, wait_until
 
 import rota.tensors
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
-from rota.tensors.transport import Pulled, pull
+from rota.tensors.transport import pull
 
 NOBODY = 65534
 SOURCE = Path(rota.tensors.__file__).parent
@@ -214,21 +214,25 @@ def test_a_writer_waits_for_slow_readers_and_names_them(plane: Plane, actors: Cr
 
 
 def test_each_node_fetches_a_step_once_whoever_dies_fetching(plane: Plane, actors: Crew, tmp_path: Path) -> None:
-    """Two namespaces stand for two nodes; the namespace of the test is the node that pulls."""
+    """Two namespaces stand for two nodes; the namespace of the test is the node that fetches."""
     log = tmp_path / "fetches"
     with rota.tensors.connect(home=plane.home, namespace=f"{plane.namespace}-far") as far:
         far.publish_group("weights", {"w": np.arange(1000)}, step=5, epoch=2, meta={"loss": 1})
         code = f"""
-            import signal, rota.tensors, threading
-            from rota.tensors.transport import Pulled, pull
+            import contextlib, signal, rota.tensors, threading
+            from rota.tensors.errors import NotFound, WaitTimeout
+            from rota.tensors.transport import elected
             far = rota.tensors.connect(home={str(plane.home)!r}, namespace={far.namespace!r})
-            def fetch():
+            def bring(wait_s):
                 with open({str(log)!r}, 'a') as file: file.write(f'{{os.getpid()}}\\n')
                 if {{die}}: os.kill(os.getpid(), signal.SIGKILL)
                 threading.Event().wait(0.2)
                 found = far.get_group('weights', as_='numpy')
-                return Pulled(tensors=found, step=found.step, epoch=found.epoch, meta=found.meta)
-            got = pull(plane, 'weights', fetch, min_step=5, wait_s=20, as_='numpy')
+                plane.publish_group('weights', found, step=found.step, epoch=found.epoch, meta=found.meta)
+            def look(wait_s):
+                with contextlib.suppress(NotFound, WaitTimeout):
+                    return plane.get_group('weights', min_step=5, wait_s=wait_s, as_='numpy')
+            got = elected(plane, 'weights', look, bring, 20.0)
             assert (got.step, got.epoch, got.meta) == (5, 2, {{{{'loss': 1}}}}) and got['w'].sum() == 499500
         """
         assert actors.run(code.replace("{die}", "True").replace("{{", "{").replace("}}", "}")) == -signal.SIGKILL
@@ -236,12 +240,9 @@ def test_each_node_fetches_a_step_once_whoever_dies_fetching(plane: Plane, actor
         for pid in living:
             assert actors.wait(pid) == 0, actors.output(pid)
         assert len(log.read_text().splitlines()) == 2  # the one that died, and one of four
-        got = pull(plane, "weights", lambda: None, min_step=5, wait_s=1, as_="numpy")
-        assert got.step == 5
-        with pytest.raises(errors.WaitTimeout, match="no step >= 6"):
-            pull(plane, "weights", lambda: None, min_step=6, wait_s=0.1)
-        newer = Pulled(tensors={"w": np.zeros(1)}, step=6, epoch=2)
-        assert pull(plane, "weights", lambda: newer, min_step=6, wait_s=1, as_="numpy").step == 6
+        assert pull(plane, "weights", min_step=5, wait_s=1, as_="numpy").step == 5
+        with pytest.raises(errors.WaitTimeout, match="wanted step >= 6"):
+            pull(plane, "weights", min_step=6, wait_s=0.1)
         far.delete("weights")
 
 
@@ -300,3 +301,71 @@ def test_a_trainer_killed_between_two_publishes_leaves_rollouts_on_a_whole_versi
         actors.says(pid, f"has {step + 19}")
         actors.kill(pid)
     assert clean(plane)["versions"] == {"ready": 1}
+
+
+def test_thousands_of_names_of_a_killed_process_are_swept_in_slices(plane: Plane, actors: Crew, cases: Cases) -> None:
+    """A script's reply holds some thousands of values: 5,000 names at once were never swept."""
+    code = f"""
+        import numpy as np
+        for n in range(4500): plane.put(f'd/{{n}}', np.zeros(1), orphan='drop')
+        print('holding', flush=True); {WAITING}
+    """
+    pid = actors.start(code)
+    actors.says(pid, "holding")
+    assert len(plane.ls("d/")) == 4500
+    actors.kill(pid)
+
+    def swept() -> bool:
+        plane._session.sweep()
+        return not plane.ls("d/")
+
+    wait_until(swept)
+    assert plane.ls("d/") == [] and plane.fsck()["violations"] == []
+    cases.done(1, plane)
+
+
+def test_a_trim_reads_each_free_list_once(plane: Plane) -> None:
+    """It read the list of a size once a file: 256 files of small blocks made the registry deaf for seconds."""
+    plane.put("keep", np.zeros(16))
+    for n in range(600):
+        plane.put(f"n/{n}", np.zeros(200_000, np.uint8))
+    for n in range(600):
+        plane.delete(f"n/{n}")
+    plane._space.reap()
+    plane._session.machine.client.call("CONFIG", "RESETSTAT")
+    assert plane._writer.free_room() > 100 << 20
+    reads = plane._session.machine.info("commandstats").get("cmdstat_lrange", "calls=0")
+    assert int(reads.split(",")[0].removeprefix("calls=")) <= 4
+    assert clean(plane)["versions"] == {"ready": 1}
+
+
+def test_housekeeping_survives_what_nobody_expected(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(linger: bool) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(plane._reader, "age", fails)
+    wait_until(lambda: plane._session.failure is not None)
+    monkeypatch.undo()
+    plane.put("w", np.zeros(4))
+    plane.get("w", as_="numpy")
+    wait_until(lambda: not len(plane._space.leases))
+    assert any(check["level"] == "warn" and "changed size" in str(check["value"]) for check in plane.doctor()["checks"])
+
+
+def test_a_miss_reads_one_page_of_names_that_begin_alike(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(60):
+        plane.put(f"a/{n:03d}", np.zeros(1))
+    plane.put("weights/layer", np.zeros(1))
+    rows = list[int]()
+    real = plane._space.registry.ls
+    monkeypatch.setattr(plane._space.registry, "ls", lambda *a, **k: rows.append(k.get("n_max", 500)) or real(*a, **k))
+    with pytest.raises(errors.NotFound) as missed:
+        plane.get("weights/layr")
+    assert "weights/layer" in (missed.value.hint or "")
+    monkeypatch.undo()
+    assert sum(rows) <= 64
+
+
+def test_a_masked_array_is_refused(plane: Plane) -> None:
+    with pytest.raises(errors.UnsupportedTensor, match="masked"):
+        plane.put("m", np.ma.masked_array([1.0, 2.0], mask=[True, False]))

@@ -47,6 +47,7 @@ def content_of_machine(machine: ProtocolMachine) -> dict[str, Any]:
         "own": {c: x.own for c, x in machine.clients.items() if x.own},
         "drops": {c: x.drops for c, x in machine.clients.items() if x.drops},
         "clients": set(machine.clients),
+        "limbo": machine.limbo,
     }
 
 
@@ -81,6 +82,7 @@ def content_of_dump(dump: dict[str, Any]) -> dict[str, Any]:
         "own": {c: {int(v): request for v, request in x.items()} for c, x in under("c:", ":o").items()},
         "drops": {c: {int(v): name for v, name in x.items()} for c, x in under("c:", ":d").items()},
         "clients": set(dump.get("clients", ())),
+        "limbo": {int(v) for v in dump.get("limbo", ())},
     }  # fmt: skip
 
 

@@ -127,9 +127,16 @@ async def asking_the_dead(f) -> None:
     (f.output_dir / "healed").write_text("")
 
 
+def imports(ctx) -> None:
+    import rota_bark  # of the packages of its role
+    import rota_leaf
+
+    (ctx.output_dir / "imported.txt").write_text(f"{rota_leaf.VERSION} {rota_bark.VERSION}")
+
+
 def plain(ctx) -> None:
     """A plain function workload."""
-    Path(ctx.output_dir / "plain.txt").write_text(f"{ctx.role} {ctx.rank} {ctx.job}")
+    Path(ctx.output_dir / "plain.txt").write_text(f"{ctx.role} {ctx.rank} {ctx.job} {ctx.node} {ctx.address}")
 
 
 def rota_errors():

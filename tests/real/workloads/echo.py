@@ -26,6 +26,11 @@ class Echo(rota.Workload):
         """One call to every instance; the answer of the first."""
         return x
 
+    @rota.op(send=rota.Rank(0))
+    def size(self, x: Any) -> int:
+        """The length of what it got."""
+        return len(x)
+
     @rota.op(send=rota.Each)
     async def slow(self, seconds: float) -> float:
         """Wait without blocking the instance."""
@@ -47,29 +52,61 @@ class Echo(rota.Workload):
         raise RuntimeError("planned to fail always")
 
 
+def _at(rank: int) -> Any:
+    def at(self: Any, x: Any) -> Any:
+        return x
+
+    at.__name__ = f"at_{rank}"
+    at.__doc__ = f"One call to instance {rank}."
+    return rota.op(send=rota.Rank(rank))(at)
+
+
+class Eight(Echo):
+    """Eight instances that are called one by one."""
+
+
+for _rank in range(8):
+    setattr(Eight, f"at_{_rank}", _at(_rank))
+
+
 async def measure(f: Any) -> None:
-    """Time single and group calls in rounds; the file `calls.json` in the output folder holds the seconds per call.
+    """Time calls of the KINDS in rounds; the file `calls.json` in the output folder holds the seconds per call.
 
     A round begins when the file `round-N` appears, so that a benchmark can run its peer between two rounds.
     """
     import json
     import os
 
+    import numpy as np
+
     rounds, calls, warm = int(os.environ["ROUNDS"]), int(os.environ["CALLS"]), int(os.environ["WARM_CALLS"])
-    payload = b"x" * 100
-    for _ in range(warm):
-        await f.roles.one.echo(payload)
-        await f.roles.eight.echo_all(payload)
+    payload, array = b"x" * 100, np.ones(1 << 20, np.uint8)
+    made: dict[str, Any] = {
+        "single": lambda: f.roles.one.echo(payload),
+        "group": lambda: f.roles.eight.echo_all(payload),
+        "large": lambda: f.roles.one.size(array),
+        **{f"flood {rank}": lambda call=f"at_{rank}": getattr(f.roles.eight, call)(payload) for rank in range(8)},
+    }
+    kinds = os.environ.get("KINDS", "single,group").split(",")
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+
+    async def repeated(kind: str, count: int) -> None:
+        for _ in range(count):
+            await made[kind]()
+
+    for kind in kinds:
+        await repeated("flood 0" if kind == "flood" else kind, warm)
     (f.output_dir / "warm").touch()
-    seconds: dict[str, list[float]] = {"single": [], "group": []}
     for n in range(rounds):
         while not (f.output_dir / f"round-{n}").exists():
             await asyncio.sleep(0.005)
-        for kind, call in (("single", f.roles.one.echo), ("group", f.roles.eight.echo_all)):
+        for kind in kinds:
+            at_once = int(os.environ.get("AT_ONCE", "64")) if kind == "flood" else 1
+            each = max(1, calls // 16) if kind == "flood" else calls
             began = time.perf_counter()
-            for _ in range(calls):
-                await call(payload)
-            seconds[kind].append((time.perf_counter() - began) / calls)
+            names = [kind] if at_once == 1 else [f"flood {number % 8}" for number in range(at_once)]
+            await asyncio.gather(*(repeated(name, each) for name in names))
+            seconds[kind].append((time.perf_counter() - began) / (at_once * each))
         (f.output_dir / "calls.part").write_text(json.dumps(seconds))
         (f.output_dir / "calls.part").rename(f.output_dir / "calls.json")
         (f.output_dir / f"done-{n}").touch()

@@ -19,11 +19,11 @@ import httpx
 from tests.service.snapshots.installation import LIMIT_S, QUEUES, START_S, URL, Installed, job_file
 from tests.service.snapshots.normal import normal
 
-from rota.service import demo, doctor, plans
+from rota.service import demo, doctor, offline, plans
 from rota.service.cli import app, output
 from rota.service.cli.verbs import formatting
 from rota.service.client import Client
-from rota.service.process import backup, daemon
+from rota.service.process import backup, daemon, joined
 from rota.service.views import tensor_documents
 
 COLUMNS = 80
@@ -54,16 +54,20 @@ FILES = {
 SEARCH = "plan search --model model.json --gpus 2 --memory 8 --batch 4"
 READS = (
     *("ps", "ps -a", "ps -a -o wide", "ps --state FAILED", "ps --columns job,state,nodes --sort name", "ps --mine"),
+    *("sweep", "sweep tune", "run job.yaml --sweep lr=1,2 --sweep seed=1..2 --dry-run"),
     *(f"show {job}" for job in ("learn-1", "heal-1", "crash-1", "big-1", "cancel-1")),
     *("show learn-1 --spec", "show nothing-1"),
     *(f"explain {job}" for job in ("big-1", "learn-1", "crash-1", "tail-1")),
+    *(f"explain {job} --what-if gpus=1" for job in ("big-1", "crash-1")),
     *(f"failures {job}" for job in ("learn-1", "heal-1", "crash-1", "big-1")),
     *(f"why {job}" for job in ("learn-1", "heal-1", "begin-1", "big-1")),
     *("graph learn-1", "graph learn-1 --format dot", "graph job.yaml"),
+    *("cp learn-1: --list", "cp learn-1:report.json copied.json", "cp learn-1:nowhere .", "cp learn-1:../x ."),
+    *("export learn-1 --hf out", "export nothing-1 --hf out"),
     *("logs learn-1", "logs learn-1 loop --tail 2", "logs big-1", "logs done-1 --grep x"),
     *("events learn-1", "events", "events learn-1 --type Committed", "events done-1 -f"),
     *("top", "top learn-1", "trace learn-1", "trace learn-1 out.json"),
-    *("nodes", "nodes -o wide", "queues", "report", "report --by queue --since 1d", "report --csv"),
+    *("nodes", "nodes -o wide", "alerts", "queues", "report", "report --by queue --since 1d", "report --csv"),
     *("status", "status --settings -o wide", "token", "token ls", "user", "user ls", "secret", "webhook"),
     *("run job.yaml --check", "run bad.yaml --check", "run job.yaml --dry-run", "run --dry-run -- python x.py"),
     *("nodes drain r0n0 --dry-run", "queues apply queues.yaml --dry-run", "explain nothing-1", "frob", "ps --frob"),
@@ -77,12 +81,26 @@ CHANGES = (
     ),
     *("scale grow-1 serve 3", "pause tail-1", "resume tail-1", "stop tail-1 done-1", "stop -l team=vision -y"),
     *("exec learn-1 rollout/0 -- echo out", "nodes drain r0n0 -y", "nodes undrain r0n0"),
+    *("nodes show r0n0", "doctor --nodes"),
     *("queues apply queues.yaml", "user create zed --role viewer --queue prod", "user rm zed"),
     *("token create --name spare", "secret set NEW", "secret rm NEW", f"login {URL}", "logout", "ui --print"),
     *("webhook add https://93.184.216.35/x --on failed", "audit --limit 5", "audit --user ann"),
+    *("run job.yaml --sweep lr=1,2 --metric loss -d", "sweep hello", "clone done-1 --set priority=7 -d"),
 )
+UNSETTLED = {"run job.yaml --sweep lr=1,2 --metric loss -d"}
+"""Shows jobs submitted a moment ago, queued or not yet: what comes of them is shown by the next command."""
 ALONE = (
-    *("up", "down", "down --jobs leave --force", "doctor", "demo", "backup out.tgz", "restore out.tgz"),
+    *(
+        "up",
+        "join 10.0.0.5 --token t",
+        "leave",
+        "down",
+        "down --jobs leave --force",
+        "doctor",
+        "demo",
+        "backup out.tgz",
+        "restore out.tgz",
+    ),
     *("init", "init ddp --dir made", "init --list", "completion show bash", "completion show tcsh"),
     *("sim run --trace jobs.csv --vcs vcs.csv", "sim run --trace jobs.csv --vcs vcs.csv --jobs", "sim run"),
     *("sim compare --trace jobs.csv --vcs vcs.csv --profiles private,pool", "sim cases cases.json"),
@@ -211,6 +229,17 @@ DOWN = {
     "left_jobs": {"RUNNING": 1, "QUEUED": 2},
     "text": "",
 }
+JOINED = {
+    "api": "rota/v1",
+    "kind": "Join",
+    "state": "joined",
+    "host": "m1",
+    "url": "http://10.0.0.5:7700",
+    "address": "10.0.0.6",
+    "text": "m1 joined http://10.0.0.5:7700",
+    "ended": [],
+    "still_running": [],
+}
 KEPT = {"api": "rota/v1", "kind": "Backup", "file": "out.tgz", "home": "/srv/rota", "records": 9, "files": 2}
 HARDWARE = {
     "api": "rota/v1",
@@ -271,11 +300,14 @@ def _played(it: Installed, transport: httpx.BaseTransport, folder: Path) -> Iter
             (output, "WIDTH_PIPE", COLUMNS),
             (daemon, "up", lambda _: STATUS),
             (daemon, "down", lambda *_, **__: DOWN),
+            (joined, "join", lambda *_, **__: JOINED),
+            (joined, "leave", lambda *_, **__: {**JOINED, "state": "left", "text": "", "ended": ["agent", "engine"]}),
             (backup, "back_up", lambda *_, **__: KEPT),
             (backup, "restore", lambda *_, **__: KEPT),
             (demo, "play", lambda _, say, **__: _outcome(say)),
             (doctor, "CHECKS", (lambda _: iter(FINDINGS),)),
             (plans, "calibrate_document", lambda *_, **__: HARDWARE),
+            (offline, "export_checkpoint", lambda *_: 40),
             *((tensor_documents, name, _answered(document)) for name, document in ANSWERS.items()),
         ):
             changed.enter_context(patch.object(owner, name, value))
@@ -309,7 +341,7 @@ async def commands(it: Installed, folder: Path) -> dict[str, list[dict[str, Any]
                 await _done(it, line, form, folder, found)
         for line in CHANGES:
             it.time.advance(1.0)
-            await _done(it, line, "--json", folder, found)
+            await _done(it, line, "--json", folder, {} if line in UNSETTLED else found)
             await it.settle()
             if not line.startswith("run"):
                 await _done(it, line, "", folder, found)

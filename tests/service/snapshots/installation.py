@@ -20,7 +20,7 @@ from rota.job.core.progress import Span
 from rota.job.rpc.peers import CUT
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.output import log_name
-from rota.runtime.random import SeededChance
+from rota.runtime.random import SeededRandom
 from rota.service.config import load_settings
 from rota.service.control import forecasts
 from rota.service.control import loop as service_loop
@@ -271,7 +271,7 @@ async def installed(home: Path) -> AsyncIterator[Installed]:
     with ExitStack() as changed:
         for owner, name, value in (
             (assembly, "SystemClock", lambda: time),
-            (assembly, "SystemChance", lambda: SeededChance(7)),
+            (assembly, "SystemRandom", lambda: SeededRandom(7)),
             (service_loop, "inspect_workloads", _inspected),
             (forecasts, "SOON_S", 3600.0),
             (forecasts, "NEW_S", LIMIT_S),
@@ -280,7 +280,7 @@ async def installed(home: Path) -> AsyncIterator[Installed]:
         ):
             changed.enter_context(patch.object(owner, name, value))
         flags = {"home": str(home), "pretend": "2x2x4", "db_url": "", "poll_s": 0.001}
-        settings = load_settings(flags, environ={})
+        settings = replace(load_settings(flags, environ={}), listen="10.0.0.5")
         home.mkdir(exist_ok=True)
         (home / "rota.db").write_bytes(empty_database())
         log = SqlLog(assembly.db_url(settings), clock=time, migrate=True)
@@ -362,6 +362,7 @@ async def _learning(it: Installed) -> None:
             for n in range(4)
         ]
         (logs / log_name(role, rank)).write_text("".join(lines))
+    (it.app.home.job(JobId("learn-1")).output / "report.json").write_text('{"loss": 0.1}')
     _write_spans(it)
     await it.submitted(learning("heal"))
     await it.begin("heal-1", *MEMBERS, pid=4200)

@@ -15,6 +15,7 @@ from tests.service.snapshots.installation import LIMIT_S, QUEUES, Installed, job
 from tests.service.snapshots.normal import normal
 
 from rota.service.rest.app import application
+from rota.service.versions import own_versions
 from rota.spec.ids import JobId
 
 API = "/api/v1"
@@ -93,10 +94,14 @@ def reads(jobs: Iterable[JobId]) -> Iterator[Ask]:
     yield from (get("/jobs/learn-1/logs"), get("/jobs/learn-1/logs", instance="loop/0", tail=2))
     yield get("/jobs/learn-1/logs", accept="text/plain")
     yield get("/jobs/done-1/logs")
+    yield get("/jobs/learn-1/files")
+    yield Ask(method="GET", path=f"{API}/jobs/learn-1/files", params={"path": "../x"})
+    yield Ask(method="GET", path=f"{API}/jobs/learn-1/files/part", params={"path": "report.json", "offset": 13})
+    yield Ask(method="GET", path=f"{API}/jobs/learn-1/files/part", params={"path": "nowhere"})
     yield from (get("/status"), get("/status", user="eve"), get("/cluster"), get("/settings"), get("/reasons"))
     yield from (get("/cluster/heat"), get("/cluster/heat", user="ann"), get("/nodes"), get("/nodes", user="eve"))
     yield from (get("/nodes", limit=1, cursor="r0n0"), get("/nodes/r1n1"), get("/nodes/r0n0", user="bob"))
-    yield from (get("/queues"), get("/queues/research/rl"))
+    yield from (get("/alerts"), get("/queues"), get("/queues/research/rl"))
     for by in ("user", "queue", "job", "gpu_type"):
         yield get("/report", by=by, since_s=86400)
     yield from (get("/whoami"), get("/whoami", user="bob"), get("/users"), get("/tokens"), get("/tokens", user="ann"))
@@ -159,12 +164,15 @@ def refusals() -> Iterator[Ask]:
 def changes() -> Iterator[Ask]:
     """Every route that changes something, in order, from the smallest effect to the largest."""
     yield send("POST", "/jobs:plan", {"source": job_file("dry", gpus=1), "workdir": "/"})
+    yield send("POST", "/jobs/big-1/explain", {"changes": ["gpus=1"]})
     yield send("POST", "/jobs:plan", {"source": job_file("dry", gpus=4, replicas="3"), "workdir": "/"})
     yield send("POST", "/sim/outlook", {"profiles": ["fifo", "srtf"]})
     tree = [{**one, "guaranteed": {"cpus": 0, "gpus": 1}, "limit": {"cpus": 0, "gpus": 2}} for one in QUEUES[1:2]]
     tree = [QUEUES[0], *tree, *QUEUES[2:], {"path": "more"}]
     yield from (send("PUT", "/queues", {"queues": tree, "dry_run": dry}) for dry in (True, False))
     yield send("POST", "/nodes/r0n0:drain", {"dry_run": True})
+    yield send("POST", "/alerts:acknowledge", {"alert": "recovered:learn-1:1", "note": "known"})
+    yield send("POST", "/alerts:acknowledge", {"alert": "recoverd:learn-1:1"})
     again = {"source": job_file("again"), "workdir": "/", "filename": "/data/again.yaml"}
     yield from (send("POST", "/jobs", again, Idempotency_Key="k1"), send("POST", "/jobs", again, Idempotency_Key="k1"))
     yield send("POST", "/jobs", {**again, "workdir": "/data"}, Idempotency_Key="k1")
@@ -178,6 +186,12 @@ def changes() -> Iterator[Ask]:
     )
     for action in ("uncordon", "cordon", "undrain", "drain"):
         yield send("POST", f"/nodes/{'r1n0' if 'cordon' in action else 'r1n1'}:{action}", {"reason": "as planned"})
+    yield from (get("/nodes/r0n0/usage"), get("/nodes/r9n9/usage"), send("POST", "/nodes:check"))
+    yield send("POST", "/nodes:check", user="ann")
+    joining = {"host": "m9", "identity": "i1", "address": "10.0.0.6", "versions": own_versions()}
+    yield from (send("POST", "/machines", joining), send("POST", "/machines", joining | {"identity": "i2"}))
+    yield from (send("POST", "/machines", joining, user="ann"), get("/machines/m9"), send("DELETE", "/machines/m9"))
+    yield get("/machines/m9")
     yield send("PUT", "/users/ann", {"grants": [{"queue": "research", "role": "queue-admin"}]})
     yield send("POST", "/tokens", {"name": "spare"}, user="bob")
     yield from (send("PUT", "/secrets/NEW", {"value": "x"}), send("DELETE", "/secrets/NEW"))
@@ -195,6 +209,7 @@ async def late(it: Installed) -> list[Ask]:
         send("DELETE", f"/webhooks/{webhook}"),
         send("DELETE", "/users/bob"),
         Ask(method="POST", path="/login", body={"token": it.http.headers["authorization"].split()[1]}),
+        Ask(method="POST", path="/logout"),
         send("POST", "/service:hold", {"grace_s": 5.0}),
         get("/status"),
         get("/jobs/big-1/explain"),

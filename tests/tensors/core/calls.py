@@ -16,7 +16,7 @@ BLOCKS = ((1024, 2), (8192, 1))
 _client = st.sampled_from(CLIENTS)
 _name = st.sampled_from(NAMES)
 _asks = st.builds(
-    lambda name, epoch, step, label, block, orphan, retain, part, room: VersionRequest(
+    lambda name, epoch, step, label, block, orphan, retain, part, direct, copied: VersionRequest(
         name=name,
         kind="g" if name[0] in "gc" else "t",
         epoch=epoch,
@@ -31,7 +31,8 @@ _asks = st.builds(
         retain=retain,
         part=part if name == "g" else 0,
         world=2 if name == "g" else 1,
-        room=room,
+        direct=direct and name != "g",
+        copied=copied,
     ),
     _name,
     st.integers(0, 3),
@@ -41,7 +42,8 @@ _asks = st.builds(
     st.sampled_from(["keep", "keep", "drop"]),
     st.integers(1, 3),
     st.integers(0, 1),
-    st.sampled_from([0, 0, 0, 2, 4]),
+    st.booleans(),
+    st.booleans(),
 )
 _index = st.integers(0, 30)
 call = st.one_of(
@@ -53,7 +55,8 @@ call = st.one_of(
     st.tuples(st.just("commit"), _index),
     st.tuples(st.just("abort"), _index),
     st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
-    st.tuples(st.just("get_version"), _client, _index),
+    st.tuples(st.just("get_version"), _client, _index, st.sampled_from("vh")),
+    st.tuples(st.just("reap"), _index),
     st.tuples(st.just("release"), _index, st.booleans()),
     st.tuples(
         st.just("delete"),
@@ -66,11 +69,8 @@ call = st.one_of(
     st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
     st.tuples(st.just("hold"), _client),
     st.tuples(st.just("gone")),
-    st.tuples(st.just("next")),
     st.tuples(st.just("touch"), _name),
-    st.tuples(st.just("take"), _client, st.integers(1, 2), st.sampled_from(["", "j", "k"]), st.integers(0, 3)),
-    st.tuples(st.just("take"), _client, st.integers(1, 2), st.just(""), st.just(3)),
-    st.tuples(st.just("take_again")),
+    st.tuples(st.just("check"), st.sampled_from(["", "j", "j/a/0", "k"]), st.integers(0, 3)),
     st.tuples(st.just("fence"), st.sampled_from(["j", "j/a", "k"]), st.integers(0, 3)),
 )
 
@@ -85,7 +85,6 @@ class Driver:
         self.slots: dict[str, int] = {}
         self.last: dict[str, tuple[str, VersionRequest]] = {}
         self.seq = self.requests = 0
-        self.taken: tuple[Any, ...] = ()
         for client in CLIENTS:
             registry.join(client, "")
 
@@ -132,25 +131,19 @@ class Driver:
         self.leases += [(client, one.version, self.seq) for one in done]
         return done
 
-    def get_version(self, client: str, index: int) -> Any:
+    def get_version(self, client: str, index: int, mode: str) -> Any:
         if not self.reserved:
             return None
         _, version, name = self.reserved[index % len(self.reserved)]
-        return self.get(client, name, f"v{version}")
+        return self.get(client, name, f"{mode}{version}")
 
-    def take(self, client: str, n_max: int, label: str, epoch: int) -> Any:
-        self.seq += 1
-        self.taken = (client, self.seq, "ch/#", n_max, label, epoch)
-        done = self.registry.take(*self.taken)
-        self.leases += [(client, each.leased.version, self.seq) for each in done]
-        return done
+    def reap(self, index: int) -> Any:
+        """All but one of those that were ever reserved, which somebody notes."""
+        noted = self.reserved[index % len(self.reserved)] if self.reserved else None
+        return self.registry.reap(one[1] for one in self.reserved if one is not noted)
 
-    def take_again(self) -> Any:
-        """A lost reply: the same records."""
-        return self.registry.take(*self.taken) if self.taken else None
-
-    def next(self) -> Any:
-        return self.registry.next()
+    def check(self, label: str, epoch: int) -> Any:
+        return self.registry.check(label, epoch)
 
     def touch(self, name: str) -> Any:
         return self.registry.touch(name)
@@ -185,8 +178,9 @@ def broken_rules(machine: ProtocolMachine) -> list[str]:
         refs = sum(v in client.leases for client in machine.clients.values())
         if refs != version.refs:
             bad.append(f"I1: version {v} counts {version.refs} refs of {refs}")
-        if version.st == "d" and refs == 0:
+        if version.st == "d" and refs == 0 and v not in machine.limbo:
             bad.append(f"I1: version {v} is doomed, unleased, and still there")
+    bad += [f"I1: limbo holds version {v}, which is gone" for v in machine.limbo - machine.versions.keys()]
     for name, client in machine.clients.items():
         bad += [f"I1: {name} leases version {v}, which is gone" for v in client.leases if v not in machine.versions]
     places = [(version.seg, version.off) for version in machine.versions.values()]

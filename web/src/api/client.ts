@@ -1,7 +1,7 @@
 /** The one module that speaks to the service: paths, headers and errors of the REST API. */
 import type {
-  DrainPlan, EventList, Explanation, FailureList, GraphDocument, Heat, JobDocument, JobList, JobSpecDocument, NodeList, NodeRow, Outlook, Place,
-  PlacementDocument, PlanReport, ProfileList, QueueTree, StatusDocument, TemplateList,
+  AlertList, AuditList, DrainPlan, EventList, Explanation, FailureList, GraphDocument, Heat, JobDocument, JobList, JobSpecDocument, NodeList, NodeRow, Outlook, Place,
+  LogPage, PlacementDocument, PlanReport, ProfileList, QueueTree, StatusDocument, TemplateList, UserDocument, WaitGraphDocument,
 } from "./types";
 
 const BASE = "/api/v1";
@@ -47,6 +47,11 @@ export async function signIn(by: { code: string } | { token: string }): Promise<
   await send("POST", "/login", by);
 }
 
+/** End the session of this browser. */
+export async function signOut(): Promise<void> {
+  await send("POST", "/logout");
+}
+
 const get = <T>(path: string) => ask<T>("GET", path);
 const part = (text: string) => encodeURIComponent(text);
 
@@ -66,6 +71,7 @@ export interface JobQuery {
   state?: string[];
   queue?: string;
   text?: string;
+  sort?: string;
   label?: string;
   limit?: number;
   cursor?: string;
@@ -83,6 +89,12 @@ export type JobAction = "stop" | "pause" | "resume";
 
 export const api = {
   status: () => get<StatusDocument>("/status"),
+  whoami: () => get<UserDocument>("/whoami"),
+  alerts: () => get<AlertList>("/alerts"),
+  acknowledge: (alert: string, note: string) => ask<AlertList>("POST", "/alerts:acknowledge", { alert, note }),
+  audit: (text: string, cursor: string) => get<AuditList>(`/audit${query({ text, cursor })}`),
+  why: (id: string) => get<WaitGraphDocument>(`/jobs/${part(id)}/why`),
+  logs: (id: string, wanted: { instance?: string; since?: number; tail?: number }) => get<LogPage>(`/jobs/${part(id)}/logs${query(wanted)}`),
   heat: () => get<Heat>("/cluster/heat"),
   queues: () => get<QueueTree>("/queues"),
   nodes: () => get<NodeList>("/nodes"),
@@ -98,7 +110,8 @@ export const api = {
   spec: (id: string) => get<JobSpecDocument>(`/jobs/${part(id)}/spec`),
   events: (id: string, type = "", after = 0) =>
     get<EventList>(`/jobs/${part(id)}/events${query({ type, after: after || undefined, limit: 1000 })}`),
-  recent: (after: number, limit: number) => get<EventList>(`/events${query({ after: after || undefined, limit })}`),
+  /** At most `points` events of one type, evenly spread over the job, the newest among them. */
+  sample: (id: string, type: string, points: number) => get<EventList>(`/jobs/${part(id)}/events${query({ type, points })}`),
   act: (id: string, action: JobAction) => ask<JobDocument>("POST", `/jobs/${part(id)}:${action}`, {}),
   /** `version` of the document that the change was made from: the service refuses it after an edit by another user. */
   change: (id: string, changes: Record<string, unknown>, version?: number) =>
@@ -113,5 +126,7 @@ export const api = {
 /** Address of a stream of server-sent events. */
 export const streams = {
   events: (after: number) => `${BASE}/events${query({ follow: true, after })}`,
-  logs: (job: string, instance: string, tail: number) => `${BASE}/jobs/${part(job)}/logs${query({ follow: true, tail, instance })}`,
+  /** All lines that hold `find`, whatever its case; without it the last `tail` lines, or those since a time. */
+  logs: (job: string, { instance, find, since, tail }: { instance: string; find: string; since?: number; tail: number }) =>
+    `${BASE}/jobs/${part(job)}/logs${query({ follow: true, instance, since, ...(find ? { grep: find, ignore_case: true } : since ? {} : { tail }) })}`,
 };

@@ -1,7 +1,7 @@
 /** Events as they happen: one tab of the browser follows the log and notifies the others; each refreshes what it shows. */
 import type { QueryClient } from "@tanstack/react-query";
 import { useSyncExternalStore } from "react";
-import { api, streams } from "./client";
+import { api, Problem, streams } from "./client";
 import type { EventRecord } from "./types";
 
 const CHANNEL = "rota-events";
@@ -79,13 +79,22 @@ export function followService(cache: QueryClient): void {
   void navigator.locks.request(CHANNEL, () => new Promise<never>(() => lead(tell)));
 }
 
+/** Whether a refused stream means that the service is away, or that the session has ended. */
+async function check(tell: (told: Told) => void): Promise<void> {
+  try {
+    await api.status();
+  } catch (error) {
+    if (!(error instanceof Problem && error.status === 401)) tell({ connection: false });
+  }
+}
+
 function lead(tell: (told: Told) => void): void {
   const open = async () => {
     let after: number;
     try {
       after = Number((await api.status()).parts.store?.records ?? 0);
-    } catch {
-      tell({ connection: false });
+    } catch (error) {
+      if (!(error instanceof Problem && error.status === 401)) tell({ connection: false }); // it answers: sign in first
       setTimeout(open, RETRY_MS);
       return;
     }
@@ -94,7 +103,8 @@ function lead(tell: (told: Told) => void): void {
     source.addEventListener("event", (message) => tell({ event: JSON.parse(message.data) }));
     source.addEventListener("reset", () => tell({ reset: true }));
     source.onerror = () => {
-      tell({ connection: false });
+      if (source.readyState === EventSource.CLOSED) void check(tell);
+      else tell({ connection: false });
       if (source.readyState !== EventSource.CLOSED) return; // the browser comes back by itself, with Last-Event-ID
       setTimeout(open, RETRY_MS);
     };

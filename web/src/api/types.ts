@@ -6,6 +6,29 @@ export interface Ahead {
   gpus: number;
 }
 
+/** The present alerts: those without an acknowledgement first, then by severity. */
+export interface AlertList {
+  api: "rota/v1";
+  kind: "AlertList";
+  items: AlertRow[];
+  next: null;
+}
+
+/** One alert of a job, a node, a queue or the disk; `hint` is the command that shows more. */
+export interface AlertRow {
+  id: string;
+  code: string;
+  severity: "critical" | "warning" | "info";
+  since: string | null;
+  text: string;
+  job: string | null;
+  node: string | null;
+  hint: string;
+  acknowledged_by: string;
+  acknowledged_at: string | null;
+  note: string;
+}
+
 /** One admission of a job to devices and what ended it. */
 export interface AttemptRow {
   attempt: number;
@@ -17,6 +40,31 @@ export interface AttemptRow {
   for_job: string;
   nodes: string[];
   why: Record<string, unknown>;
+}
+
+/** A request that was to change something; `status` is null while it is under way. */
+export interface AuditLine {
+  at: string;
+  user: string;
+  token: string;
+  by: string;
+  address: string;
+  method: string;
+  path: string;
+  request_id: string;
+  status: number | null;
+  dry_run?: boolean;
+  instance?: string;
+  command?: string;
+  left_out?: number;
+}
+
+/** Requests, the newest first; `next` is the cursor of the older ones. */
+export interface AuditList {
+  api: "rota/v1";
+  kind: "AuditList";
+  items: AuditLine[];
+  next: string | null;
 }
 
 /** What losing an instance of a role does. */
@@ -105,14 +153,14 @@ export interface DrainState {
   safe: boolean;
 }
 
-/** When the job would start, in Unix seconds. */
+/** When the job would start. */
 export interface DryRunEstimate {
-  p50: number | null;
-  p90: number | null;
+  p50: string | null;
+  p90: string | null;
   basis: string;
 }
 
-/** What the scheduler says of a job that was not submitted; `since` in Unix seconds. */
+/** What the scheduler says of a job that was not submitted. */
 export interface DryRunExplanation {
   job: string;
   state: string;
@@ -123,7 +171,7 @@ export interface DryRunExplanation {
   would_start_now_with: StartChange[];
   victims_if_preempted: VictimRow[];
   estimate: DryRunEstimate | null;
-  since: number;
+  since: string;
   decisions: (Record<string, unknown>)[];
 }
 
@@ -248,6 +296,12 @@ export interface GrantedPlacement {
   gangs: GrantRow[];
 }
 
+/** A role on a queue and all below it; `""` is the root. */
+export interface GrantedRole {
+  queue: string;
+  role: string;
+}
+
 /** Roles, edges and sub-graphs; `job` is null for a job file that was not submitted. */
 export interface GraphDocument {
   api: "rota/v1";
@@ -346,6 +400,7 @@ export interface JobDocument {
   nodes: string[];
   labels: Record<string, string>;
   progress: Progress | null;
+  suspected: string;
   api: "rota/v1";
   kind: "Job";
   roles: RoleRow[];
@@ -395,7 +450,7 @@ export interface JobList {
   next: string | null;
 }
 
-/** One row of a list of jobs. */
+/** One row of a list of jobs. `suspected` says why a running job may hang, with the instance that holds it up. */
 export interface JobRow {
   id: string;
   uid: string;
@@ -422,6 +477,7 @@ export interface JobRow {
   nodes: string[];
   labels: Record<string, string>;
   progress: Progress | null;
+  suspected: string;
 }
 
 /** A job as it was given and as it was understood. */
@@ -438,16 +494,28 @@ export interface JobSpecDocument {
 
 export type JobStateName = "SUBMITTED" | "QUEUED" | "ADMITTED" | "CHECKING" | "STARTING" | "RUNNING" | "RECOVERING" | "RESIZING" | "PREEMPTING" | "PAUSED" | "STOPPING" | "SUCCEEDED" | "FAILED" | "CANCELLED";
 
-/** One line that an instance printed; `ts` is null for what came without a time. */
+/** One line that an instance printed; `ts` is null for what came without a time. `node` is the machine that keeps the line, empty for that of the service; `offset` counts in its file there. */
 export interface LogLine {
   kind: "LogLine";
   instance: string;
+  node: string;
   attempt: number;
   epoch: number;
   offset: number;
   ts: string | null;
   stream: string;
   text: string;
+}
+
+/** A page of log lines; `next` is the cursor of the following one. `notices` say which machines do not answer, and what was known of the lines that lie there. */
+export interface LogPage {
+  api: "rota/v1";
+  kind: "LogPage";
+  job: string;
+  items: LogLine[];
+  next: string;
+  ended: boolean;
+  notices: string[];
 }
 
 /** How an instance was lost, and when that was reported. */
@@ -643,9 +711,10 @@ export interface ProfileRow {
   text: string;
 }
 
-/** The last commit of a job, with the metrics that its loop gave. */
+/** The last commit of a job, with the metrics that its loop gave; `commits` are those that it can resume from. */
 export interface Progress {
   commit: number;
+  commits: number[];
   at: string | null;
   metrics: Record<string, unknown>;
 }
@@ -720,11 +789,14 @@ export interface Resources {
   memory_bytes: number;
 }
 
-/** The parallel plan of a role. */
+/** The parallel plan of a role; `placed` says where the one that runs lies, and why not another size. */
 export interface RolePlan {
   replicas: number;
   why: string;
+  step_s: number;
   role: string;
+  current: boolean;
+  placed: string;
 }
 
 /** One role of a job: `replicas` are wanted now, `ready` are there. */
@@ -747,10 +819,17 @@ export interface ScopeRow {
   epoch: number;
 }
 
-/** The parallel plan of a role for one number of instances. */
+/** The parallel plan of a role for one number of instances; `step_s` predicted, 0 unknown. */
 export interface SizedPlanRow {
   replicas: number;
   why: string;
+  step_s: number;
+}
+
+/** An instance that takes `factor` times as long for a step as its role. */
+export interface SlowRow {
+  instance: string;
+  factor: number;
 }
 
 /** Mean, quantiles and maximum; null without values. */
@@ -762,11 +841,19 @@ export interface Spread {
   max: number | null;
 }
 
-/** A change that would let the job start now; `change` is `{set, value}`. */
+/** A change that would let the job start now; `change` is `{set, value}`, `victims` are stopped for it. */
 export interface StartChange {
   change: Record<string, unknown>;
   text: string;
   cost: string;
+  victims?: string[];
+}
+
+/** An instance that is neither ready nor gone. */
+export interface StartingRow {
+  instance: string;
+  state: string;
+  since: string | null;
 }
 
 /** The service and its parts; `warnings` name what is not well. */
@@ -821,10 +908,70 @@ export interface TemplateRow {
   files: Record<string, string>;
 }
 
+/** One user. `by` is how the caller proved who it is; `jobs` cannot start again without their secrets. */
+export interface UserDocument {
+  api: "rota/v1";
+  kind: "User";
+  by?: string;
+  name: string;
+  grants: GrantedRole[];
+  jobs?: string[];
+}
+
+/** An instance, or something that an instance waits for. */
+export interface VertexRow {
+  name: string;
+  limit_s: number;
+  still_s: number;
+  silent_s: number;
+  excuse: string;
+  doing: string;
+  stuck: boolean;
+  state: string;
+}
+
 /** A job that would be stopped, and the device seconds that it would lose. */
 export interface VictimRow {
   job: string;
   lost_gpu_s?: number | null;
+}
+
+/** Who waits for whom in a job; `live`: its master answered. */
+export interface WaitGraphDocument {
+  api: "rota/v1";
+  kind: "WaitGraph";
+  job: string;
+  state: JobStateName;
+  live: boolean;
+  culprits: WaitRoot[];
+  suspects: WaitRoot[];
+  waits: WaitRow[];
+  slow: SlowRow[];
+  dropped: string[];
+  vertices: VertexRow[];
+  stacks: Record<string, string>;
+  items: StartingRow[];
+  cause: FailureRow | null;
+  see: string;
+  next: null;
+}
+
+/** Where waiting ends: one instance that makes no progress, or several that wait for each other. */
+export interface WaitRoot {
+  members: string[];
+  deadlock: boolean;
+  text: string;
+  cycle: WaitRow[];
+  waiters: string[];
+}
+
+/** `source` has waited for `target` for `age_s` seconds. */
+export interface WaitRow {
+  source: string;
+  target: string;
+  kind: string;
+  what: string;
+  age_s: number;
 }
 
 /** What an instance holds of a weights edge: `behind` in versions, `behind_s` in seconds. */

@@ -1,53 +1,62 @@
 /** The service itself: its parts and their health, and who changed what. */
-import { useQuery } from "@tanstack/react-query";
-import { api } from "../api/client";
-import type { EventRecord, StatusDocument } from "../api/types";
-import { Answer, Card, Facts, State, Table, When } from "../parts/basics";
-import { jobPath, Link } from "../router";
-
-const LOOKED_AT = 1000;
-const SHOWN = 100;
-
-/** Who changed what, newest first, of the last events of the log. */
-async function changes(): Promise<EventRecord[]> {
-  const { parts } = await api.status();
-  const last = Number(parts.store?.records ?? 0);
-  const { items } = await api.recent(Math.max(0, last - LOOKED_AT), LOOKED_AT);
-  return items.filter((one) => typeof one.by === "string" || one.kind === "JobSubmitted").reverse().slice(0, SHOWN);
-}
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
+import { useState } from "react";
+import { api, Problem } from "../api/client";
+import type { StatusDocument } from "../api/types";
+import { Answer, Card, Facts, State, Table, Trouble, When } from "../parts/basics";
 
 export function Admin() {
   const status = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
-  const done = useQuery({ queryKey: ["cluster", "changes"], queryFn: changes });
   return (
     <>
       <h1>Service</h1>
       <Answer of={status}>{(found) => <Parts of={found} />}</Answer>
-      <Card title="Who changed what">
-        <Answer of={done}>
-          {(found) => (
-            <Table
-              name="Changes, newest first"
-              rows={found}
-              id={(one) => one.number}
-              columns={[
-                { name: "When", cell: (one) => <When at={one.at} /> },
-                { name: "Who", cell: (one) => String(one.by ?? one.user ?? "") },
-                { name: "What", cell: (one) => one.kind },
-                { name: "Of", cell: (one) => (one.job ? <Link to={jobPath(one.job)}>{one.job}</Link> : String(one.node ?? "")) },
-                { name: "Details", cell: (one) => detail(one) },
-              ]}
-            />
-          )}
-        </Answer>
-      </Card>
+      <Audit />
     </>
   );
 }
 
-function detail(one: EventRecord): string {
-  if (one.changes !== undefined) return Object.entries(one.changes as Record<string, unknown>).map(([key, value]) => `${key}=${JSON.stringify(value)}`).join(" ");
-  return [one.health, one.reason, one.text].filter((part) => typeof part === "string" && part).join(" ");
+/** Requests that changed something, found and paged by the service. */
+function Audit() {
+  const [text, setText] = useState("");
+  const found = useInfiniteQuery({
+    queryKey: ["cluster", "audit", text],
+    queryFn: ({ pageParam }) => api.audit(text, pageParam),
+    initialPageParam: "",
+    getNextPageParam: (page) => page.next ?? undefined,
+    placeholderData: (before) => before,
+    refetchInterval: false,
+  });
+  if (found.error instanceof Problem && found.error.status === 403) {
+    return <Card title="Who changed what">Admins see the requests that changed something here.</Card>;
+  }
+  const rows = found.data?.pages.flatMap((page) => page.items) ?? [];
+  return (
+    <Card title="Who changed what">
+      <div className="tools" role="search">
+        <input type="search" aria-label="User, path or address has" placeholder="User, path or address" value={text} onChange={(event) => setText(event.target.value)} />
+      </div>
+      <Trouble error={found.error} />
+      <Table
+        name="Requests, newest first"
+        rows={rows}
+        id={(one) => `${one.at} ${one.request_id}`}
+        columns={[
+          { name: "When", cell: (one) => <When at={one.at} /> },
+          { name: "Who", cell: (one) => one.user || "unknown" },
+          { name: "From", cell: (one) => one.address },
+          { name: "Request", cell: (one) => `${one.method} ${one.path}` },
+          { name: "Status", cell: (one) => `${one.status ?? "under way"}${one.dry_run ? ", dry run" : ""}` },
+          { name: "Details", cell: (one) => [one.instance, one.command].filter(Boolean).join(": ") },
+        ]}
+      />
+      {found.hasNextPage && (
+        <button type="button" disabled={found.isFetchingNextPage} onClick={() => void found.fetchNextPage()}>
+          Older ones
+        </button>
+      )}
+    </Card>
+  );
 }
 
 function Parts({ of }: { of: StatusDocument }) {

@@ -4,20 +4,21 @@ import { useState } from "react";
 import { api, type JobAction } from "../api/client";
 import type { JobDocument } from "../api/types";
 import { number, seconds } from "../format";
-import { Answer, Card, Facts, Seconds, State, Table, Trouble, When } from "../parts/basics";
+import { Answer, Card, Facts, JobState, Seconds, Table, Trouble, When } from "../parts/basics";
 import { Diff } from "../parts/Diff";
 import { asLines } from "../parts/diff";
 import { Decisions, ExplainCard } from "../parts/ExplainCard";
 import { Failures } from "../parts/Failures";
 import { LogView } from "../parts/LogView";
 import { Metrics } from "../parts/Metrics";
+import { Now } from "../parts/Now";
 import { RoleGraph } from "../parts/RoleGraph";
 import { TimelineChart } from "../parts/TimelineChart";
 import { timelineOf } from "../parts/timeline";
 import { jobPath, Link, nodePath, useQueryValues } from "../router";
 
 const TABS: [string, string][] = [
-  ["", "Graph"], ["timeline", "Timeline"], ["failures", "Failures"], ["logs", "Logs"], ["metrics", "Metrics"],
+  ["", "Graph"], ["now", "Now"], ["timeline", "Timeline"], ["failures", "Failures"], ["logs", "Logs"], ["metrics", "Metrics"],
   ["placement", "Placement"], ["explain", "Explain"], ["spec", "Spec"],
 ];
 
@@ -49,9 +50,14 @@ function Head({ job, explained }: { job: JobDocument; explained: boolean }) {
     <>
       <div className="head">
         <h1>{job.id}</h1>
-        <State of={job.state} note={job.phase} />
+        <JobState of={job} />
         <Actions job={job} />
       </div>
+      {job.suspected && (
+        <p className="warning" role="alert">
+          <span aria-hidden>?</span> It may hang: {job.suspected}. <Link to={jobPath(job.id, "now")}>Who waits for whom</Link>
+        </p>
+      )}
       {job.text && !explained && (
         <p className="lead">
           {job.reason && <code>{job.reason}</code>} {job.text}
@@ -106,6 +112,8 @@ function Body({ job, tab }: { job: JobDocument; tab: string }) {
   switch (tab) {
     case "":
       return <GraphTab job={job} />;
+    case "now":
+      return <Now job={job} />;
     case "timeline":
       return <TimelineTab job={job} />;
     case "failures":
@@ -141,7 +149,7 @@ function GraphTab({ job }: { job: JobDocument }) {
           {job.error.traceback && <pre tabIndex={0}>{job.error.traceback}</pre>}
         </Card>
       )}
-      <Answer of={graph}>{(found) => <RoleGraph job={job.id} graph={found} instances={job.instances} />}</Answer>
+      <Answer of={graph}>{(found) => <RoleGraph job={job.id} graph={found} at={graph.dataUpdatedAt} instances={job.instances} />}</Answer>
     </>
   );
 }
@@ -190,7 +198,8 @@ function FailuresTab({ job }: { job: JobDocument }) {
 }
 
 function LogsTab({ job }: { job: JobDocument }) {
-  const [values, change] = useQueryValues();
+  const [values, put] = useQueryValues();
+  const change = (wanted: object) => put(wanted as Record<string, string>);
   const failed = job.error?.instance ?? "";
   return (
     <>
@@ -199,7 +208,12 @@ function LogsTab({ job }: { job: JobDocument }) {
           First to fail: <Link to={`${jobPath(job.id, "logs")}?instance=${encodeURIComponent(failed)}`}>{failed}</Link>
         </p>
       )}
-      <LogView job={job.id} instances={job.instances.map((one) => one.instance)} chosen={values.get("instance") ?? ""} choose={(instance) => change({ instance })} />
+      <LogView
+        job={job.id}
+        instances={job.instances.map((one) => one.instance)}
+        wanted={{ instance: values.get("instance") ?? "", find: values.get("find") ?? "", at: values.get("at") ?? "" }}
+        change={change}
+      />
     </>
   );
 }

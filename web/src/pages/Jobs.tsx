@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "react";
 import { api, type JobQuery } from "../api/client";
 import type { JobRow, JobStateName } from "../api/types";
 import { number } from "../format";
-import { Seconds, State, Trouble, When } from "../parts/basics";
+import { JobState, Seconds, Trouble, When } from "../parts/basics";
 import { jobPath, Link, useQueryValues } from "../router";
 
 const ROW_HEIGHT = 34;
@@ -14,8 +14,9 @@ const ALL: JobStateName[] = [
   "SUBMITTED", "QUEUED", "ADMITTED", "CHECKING", "STARTING", "RUNNING", "RECOVERING", "RESIZING", "PREEMPTING", "PAUSED", "STOPPING", "SUCCEEDED",
   "FAILED", "CANCELLED",
 ];
-const HEADS = ["", "Job", "State", "Queue", "Priority", "Devices", "Ready", "Restarts", "Commit", "Ran", "Submitted", "Why"];
+const HEADS = ["", "Job", "State", "Why", "User", "Queue", "Priority", "Devices", "Ready", "Ran", "Age", "Restarts", "Commit"];
 const NUMERIC = new Set(["Priority", "Devices", "Ready", "Restarts", "Commit", "Ran"]);
+const ORDERS: [string, string][] = [["", "newest first"], ["name", "name"], ["state", "state"], ["priority", "priority"], ["queue", "queue"]];
 
 export function Jobs() {
   const [values, change] = useQueryValues();
@@ -24,6 +25,7 @@ export function Jobs() {
     state: values.get("state") ? [values.get("state")!] : undefined,
     queue: values.get("queue") ?? "",
     text: values.get("text") ?? "",
+    sort: values.get("sort") ?? "",
     limit: PAGE,
   };
   const jobs = useInfiniteQuery({
@@ -78,6 +80,16 @@ function Filters({ values, change }: { values: URLSearchParams; change: (values:
           <option value="">any</option>
           {queues.data?.items.map((one) => (
             <option key={one.path}>{one.path}</option>
+          ))}
+        </select>
+      </label>
+      <label>
+        Order{" "}
+        <select value={values.get("sort") ?? ""} onChange={(event) => change({ sort: event.target.value })}>
+          {ORDERS.map(([value, title]) => (
+            <option key={value} value={value}>
+              {title}
+            </option>
           ))}
         </select>
       </label>
@@ -173,25 +185,26 @@ function Row({ job, index, chosen, toggle }: { job: JobRow; index: number; chose
         </Link>
       </th>
       <td>
-        <State of={job.state} note={job.phase} />
+        <JobState of={{ ...job, phase: "" }} />
       </td>
+      <td className="cut" title={job.suspected || job.text || job.phase}>
+        {job.reason && <code>{job.reason}</code>} {job.suspected || job.text || job.phase}
+      </td>
+      <td>{job.user}</td>
       <td>{job.queue}</td>
       <td className="number">{job.priority}</td>
       <td className="number">{number(job.gpus)}</td>
       <td className="number">
         {job.instances_ready}/{job.instances_total}
       </td>
-      <td className="number">{job.restarts}</td>
-      <td className="number">{job.progress?.commit ?? ""}</td>
       <td className="number">
         <Seconds of={job.run_s || null} />
       </td>
       <td>
-        <When at={job.submitted_at} />
+        <When at={job.submitted_at} ago />
       </td>
-      <td className="cut" title={job.text}>
-        {job.reason && <code>{job.reason}</code>} {job.text}
-      </td>
+      <td className="number">{job.restarts}</td>
+      <td className="number">{job.progress?.commit ?? ""}</td>
     </tr>
   );
 }

@@ -1,18 +1,21 @@
 /** The whole installation on one page: is it healthy, what holds the devices, what is not as it should be. */
-import { useQuery } from "@tanstack/react-query";
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { api } from "../api/client";
-import type { JobStateName, StatusDocument } from "../api/types";
-import { Answer, Bar, Card, State } from "../parts/basics";
+import type { AlertRow, JobStateName, StatusDocument } from "../api/types";
+import { counted } from "../format";
+import { Answer, Bar, Card, State, Trouble, When } from "../parts/basics";
 import { HeatMap } from "../parts/HeatMap";
 import { QueueTree } from "../parts/QueueTree";
-import { jobPath, Link } from "../router";
+import { jobPath, Link, nodePath } from "../router";
 
 const ATTENTION: JobStateName[] = ["FAILED", "RECOVERING", "PREEMPTING", "STOPPING"];
+const WAITING: JobStateName[] = ["SUBMITTED", "QUEUED"];
 
 export function Overview() {
   const status = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
   const heat = useQuery({ queryKey: ["cluster", "heat"], queryFn: api.heat });
   const queues = useQuery({ queryKey: ["cluster", "queues"], queryFn: api.queues });
+  const waiting = useQuery({ queryKey: ["jobs", "waiting"], queryFn: () => api.jobs({ state: WAITING, sort: "priority", limit: 8 }) });
   const odd = useQuery({ queryKey: ["jobs", "attention"], queryFn: () => api.jobs({ state: ATTENTION, limit: 8 }) });
   return (
     <>
@@ -32,28 +35,96 @@ export function Overview() {
             }
           </Answer>
         </Card>
-        <Card title="Look at these">
-          <Answer of={odd}>
-            {(found) =>
-              found.items.length ? (
-                <ul className="plain">
-                  {found.items.map((job) => (
-                    <li key={job.id}>
-                      <State of={job.state} /> <Link to={jobPath(job.id, "failures")}>{job.id}</Link>
-                      <div className="soft small">{job.text}</div>
-                    </li>
-                  ))}
-                </ul>
-              ) : (
-                <p className="soft">Nothing failed, nothing recovers.</p>
-              )
-            }
-          </Answer>
-        </Card>
+        <div>
+          <Card title="Needs attention">
+            <Alerts />
+            <Answer of={odd}>
+              {(found) =>
+                found.items.length ? (
+                  <ul className="plain">
+                    {found.items.map((job) => (
+                      <li key={job.id}>
+                        <State of={job.state} /> <Link to={jobPath(job.id, "failures")}>{job.id}</Link>{" "}
+                        <span className="soft small">
+                          of {job.user}, <When at={job.since} ago />
+                        </span>
+                        <div className="soft small">{job.text}</div>
+                      </li>
+                    ))}
+                  </ul>
+                ) : (
+                  <p className="soft">Nothing failed, nothing recovers.</p>
+                )
+              }
+            </Answer>
+          </Card>
+          <Card title="Waiting, and why">
+            <Answer of={waiting}>
+              {(found) =>
+                found.items.length ? (
+                  <ul className="plain">
+                    {found.items.map((job) => (
+                      <li key={job.id}>
+                        <Link to={jobPath(job.id, "explain")}>{job.id}</Link>{" "}
+                        <span className="soft small">
+                          of {job.user}, {counted(job.gpus, "device")}, queued <When at={job.since} ago />
+                        </span>
+                        <div className="small">{job.text || job.phase}</div>
+                      </li>
+                    ))}
+                  </ul>
+                ) : (
+                  <p className="soft">No job waits.</p>
+                )
+              }
+            </Answer>
+          </Card>
+        </div>
       </div>
       <Card title="Queues">
         <Answer of={queues}>{(found) => <QueueTree queues={found.items} gpus={status.data?.cluster.gpus ?? 0} />}</Answer>
       </Card>
+    </>
+  );
+}
+
+/** Open alerts; the acknowledged ones behind a line. */
+function Alerts() {
+  const cache = useQueryClient();
+  const alerts = useQuery({ queryKey: ["cluster", "alerts"], queryFn: api.alerts });
+  const seen = useMutation({
+    mutationFn: (id: string) => api.acknowledge(id, ""),
+    onSuccess: () => cache.invalidateQueries({ queryKey: ["cluster", "alerts"] }),
+  });
+  const items = alerts.data?.items ?? [];
+  const row = (one: AlertRow) => (
+    <li key={one.id}>
+      <State of={one.severity} />{" "}
+      {one.job ? <Link to={jobPath(one.job, one.code === "SUSPECTED_HANG" ? "now" : "failures")}>{one.text}</Link> : one.node ? <Link to={nodePath(one.node)}>{one.text}</Link> : one.text}{" "}
+      <span className="soft small">
+        {one.since && <When at={one.since} ago />}
+        {one.acknowledged_by && `; seen by ${one.acknowledged_by}${one.note && `: ${one.note}`}`}
+      </span>{" "}
+      {!one.acknowledged_by && (
+        <button type="button" className="link" disabled={seen.isPending} onClick={() => seen.mutate(one.id)}>
+          Acknowledge
+        </button>
+      )}
+    </li>
+  );
+  const known = items.filter((one) => one.acknowledged_by);
+  return (
+    <>
+      <ul className="plain" aria-label="Alerts">
+        {items.filter((one) => !one.acknowledged_by).map(row)}
+      </ul>
+      {known.length > 0 && (
+        <details>
+          <summary>{counted(known.length, "acknowledged alert")}</summary>
+          <ul className="plain">{known.map(row)}</ul>
+        </details>
+      )}
+      <Trouble error={alerts.error ?? seen.error} />
     </>
   );
 }
@@ -71,8 +142,8 @@ function Tiles({ of: { state, cluster, warnings } }: { of: StatusDocument }) {
         <Tile name="Devices held" value={`${cluster.gpus_used} / ${cluster.gpus}`}>
           <Bar share={cluster.gpus ? cluster.gpus_used / cluster.gpus : 0} label={`${cluster.gpus_used} of ${cluster.gpus} devices held`} />
         </Tile>
-        <Tile name="Jobs with devices" value={live} to="/jobs" />
-        <Tile name="Jobs waiting" value={waiting} to="/jobs?state=QUEUED" />
+        <Tile name="Running" value={live} to="/jobs" />
+        <Tile name="Waiting" value={waiting} to="/jobs?state=QUEUED" />
         <Tile name="Failed" value={count("FAILED")} to="/jobs?state=FAILED" />
       </div>
       {warnings.map((one) => (

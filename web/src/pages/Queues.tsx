@@ -12,7 +12,7 @@ export function Queues() {
       <h1>Queues</h1>
       <Answer of={queues}>{(found) => <QueueTree queues={found.items} gpus={status.data?.cluster.gpus ?? 0} />}</Answer>
       <p className="soft">
-        The tree is a file: <code>rota queues apply FILE --dry-run</code> shows what a new one would change.
+        Edit queues with <code>rota queues apply FILE</code>; <code>--dry-run</code> shows what it would change.
       </p>
     </>
   );

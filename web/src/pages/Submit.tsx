@@ -34,6 +34,9 @@ const FIRST: Command = { name: "hello", queue: "default", command: "echo hello; 
 /** What only a submitted job has. */
 const NOT_SUBMITTED = { waiting: true, blocked_by: [], placement: null, queue: { path: "", used: 0, guaranteed: null, limit: null } };
 
+/** Scrolls an element into view when it appears. */
+const inView = (element: HTMLElement | null) => element?.scrollIntoView({ block: "nearest", behavior: "smooth" });
+
 export function Submit() {
   const [source, setSource] = useState(jobFileOf(FIRST));
   const [workdir, setWorkdir] = useState("");
@@ -69,10 +72,14 @@ export function Submit() {
               Submit
             </button>
           </div>
+          {plan.isPending && <p role="status">Reading the job and trying it on the cluster as it is.</p>}
+          {plan.data && (
+            <div ref={inView}>
+              <Report of={plan.data} />
+            </div>
+          )}
         </div>
       </div>
-      {plan.isPending && <p role="status">Reading the job and trying it on the cluster as it is.</p>}
-      {plan.data && <Report of={plan.data} />}
     </>
   );
 }
@@ -125,7 +132,7 @@ function Templates({ write }: { write: (source: string) => void }) {
         ))}
       </ul>
       <p className="soft small">
-        <code>rota init TEMPLATE</code> writes the code beside it; give its folder below the file.
+        A template runs with its code: <code>rota init ddp</code> writes it to a folder of this machine; give that folder below the file.
       </p>
     </Card>
   );

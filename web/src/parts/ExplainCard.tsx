@@ -2,7 +2,7 @@
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { api } from "../api/client";
 import type { DryRunEstimate, Explanation, PlanReport } from "../api/types";
-import { number } from "../format";
+import { counted, number } from "../format";
 import { jobPath, Link } from "../router";
 import { Card, Table, Trouble, When } from "./basics";
 
@@ -37,10 +37,13 @@ export function ExplainCard({ of }: { of: Explained }) {
           <h3>When</h3>
           <Estimate of={of.estimate} starts={of.starts_now} />
           <p>
-            Ahead in <Link to={`/jobs?queue=${encodeURIComponent(of.queue.path)}`}>{of.queue.path}</Link>: {of.ahead.jobs} jobs with {number(of.ahead.gpus)}{" "}
-            devices. The queue uses {number(of.queue.used)}
-            {of.queue.guaranteed !== null && `, is promised ${of.queue.guaranteed}`}
-            {of.queue.limit !== null && `, may have ${of.queue.limit}`}.
+            Ahead{of.queue.path && " in "}
+            {of.queue.path && <Link to={`/jobs?queue=${encodeURIComponent(of.queue.path)}`}>{of.queue.path}</Link>}: {counted(of.ahead.jobs, "job")} with{" "}
+            {counted(of.ahead.gpus, "device")}.
+            {of.queue.path && ` The queue uses ${number(of.queue.used)}`}
+            {of.queue.guaranteed !== null && `, its guarantee is ${of.queue.guaranteed}`}
+            {of.queue.limit !== null && `, its limit ${of.queue.limit}`}
+            {of.queue.path && "."}
           </p>
           <p className="soft">
             Waits since <When at={of.since} />.
@@ -48,20 +51,20 @@ export function ExplainCard({ of }: { of: Explained }) {
         </div>
         {of.tally.length > 0 && (
           <div>
-            <h3>Nodes that are left</h3>
+            <h3>Nodes that fit, rule by rule</h3>
             <Table
               name="Nodes left after each constraint"
               rows={of.tally}
               id={(one) => one.constraint}
               columns={[
-                { name: "After", cell: (one) => one.constraint },
-                { name: "Nodes left", cell: (one) => one.nodes_left, numeric: true },
+                { name: "Rule", cell: (one) => (one.constraint === "in order" ? "healthy" : one.constraint) },
+                { name: "Nodes that fit", cell: (one) => one.nodes_left, numeric: true },
               ]}
             />
           </div>
         )}
       </div>
-      <Changes of={of} />
+      <Changes of={of} job={of.queue.path ? of.job : ""} />
       {of.victims_if_preempted.length > 0 && (
         <p>
           It will start by preempting{" "}
@@ -110,10 +113,20 @@ function Estimate({ of, starts }: { of: Explanation["estimate"] | DryRunEstimate
   );
 }
 
-function Changes({ of }: { of: Explained }) {
+/** What a change does to others, with the owners of the jobs that it stops, as the question before it is made. */
+async function questionOf(offer: Explained["would_start_now_with"][number]): Promise<string> {
+  const victims = await Promise.all((offer.victims ?? []).map(async (job) => `${job} of ${(await api.job(job)).user}`));
+  const cost = victims.length ? `This stops ${victims.join(", ")}.` : offer.cost && offer.cost !== "none" ? `Cost: ${offer.cost}.` : "No other job is stopped.";
+  return `Change to ${offer.text}? ${cost}`;
+}
+
+/** `job` is empty for a dry run: there is nothing to change yet. */
+function Changes({ of, job }: { of: Explained; job: string }) {
   const cache = useQueryClient();
   const change = useMutation({
-    mutationFn: (changes: Record<string, unknown>) => api.change(of.job, changes),
+    mutationFn: async (offer: Explained["would_start_now_with"][number]) => {
+      if (confirm(await questionOf(offer))) await api.change(job, patchOf(offer.change));
+    },
     onSuccess: () => cache.invalidateQueries({ queryKey: ["job", of.job] }),
   });
   if (!of.would_start_now_with.length) return null;
@@ -125,9 +138,9 @@ function Changes({ of }: { of: Explained }) {
           const patch = patchOf(one.change);
           return (
             <li key={i}>
-              {one.text ?? JSON.stringify(one.change)} {one.cost && <span className="soft">({one.cost})</span>}{" "}
-              {Object.keys(patch).length > 0 && (
-                <button type="button" onClick={() => change.mutate(patch)} disabled={change.isPending}>
+              {one.text ?? JSON.stringify(one.change)} {one.cost && one.cost !== "none" && <span className="soft">({one.cost})</span>}{" "}
+              {job && Object.keys(patch).length > 0 && (
+                <button type="button" onClick={() => change.mutate(one)} disabled={change.isPending}>
                   Change it
                 </button>
               )}

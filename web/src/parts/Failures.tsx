@@ -1,8 +1,24 @@
 /** What failed first, what was decided and what it cost: one entry a recovery, the first failing instance on top. */
 import type { FailureRow, FailureList } from "../api/types";
-import { seconds } from "../format";
+import { counted, seconds } from "../format";
 import { jobPath, Link } from "../router";
 import { Bar, Card, Facts, When } from "./basics";
+
+const CAUSES: Record<string, string> = { user: "your code", data: "the data", infra: "infrastructure", policy: "the scheduler", rota: "Rota" };
+
+/** Consecutive recoveries from the same error of the same role, as one entry with the last of them. */
+export function grouped(items: FailureRow[]): { last: FailureRow; times: number }[] {
+  const found: { last: FailureRow; times: number }[] = [];
+  const same = (a: FailureRow, b: FailureRow) => a.healed && b.healed && a.role === b.role && a.reason === b.reason && a.text === b.text && a.traceback === b.traceback;
+  for (const one of items) {
+    const before = found.at(-1);
+    if (before && same(before.last, one)) {
+      before.last = one;
+      before.times += 1;
+    } else found.push({ last: one, times: 1 });
+  }
+  return found;
+}
 
 function LogLink({ job, instance }: { job: string; instance: string }) {
   return <Link to={`${jobPath(job, "logs")}?instance=${encodeURIComponent(instance)}`}>{instance}</Link>;
@@ -19,7 +35,7 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
           <p className="lead">
             <code>{of.end.reason}</code> {of.end.text}
           </p>
-          <Traceback text={of.end.traceback} />
+          <Traceback open text={of.end.traceback} />
         </Card>
       )}
       {of.first && (
@@ -29,8 +45,8 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
           </p>
         </Card>
       )}
-      {of.items.map((one) => (
-        <Recovery key={one.n} job={job} of={one} />
+      {grouped(of.items).map(({ last, times }) => (
+        <Recovery key={last.n} job={job} of={last} times={times} />
       ))}
       {of.open_losses.map((one) => (
         <Card key={`${one.instance} ${one.epoch}`} title={`Lost: ${one.instance}`} tone="bad">
@@ -43,10 +59,10 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
   );
 }
 
-function Recovery({ job, of }: { job: string; of: FailureRow }) {
+function Recovery({ job, of, times }: { job: string; of: FailureRow; times: number }) {
   const restore = of.seconds === null ? null : of.seconds - of.detect_to_decide_s;
   return (
-    <Card title={`Recovery ${of.n}: ${of.healed ? "✓ healed" : of.joined_by ? `joined by ${of.joined_by}` : "↻ under way"}`} tone={of.healed ? "good" : "warn"}>
+    <Card title={`${times > 1 ? `Recoveries ${of.n - times + 1} to ${of.n}, ${times} times the same error` : `Recovery ${of.n}`}: ${of.healed ? "✓ healed" : of.joined_by ? `merged into recovery ${of.joined_by}` : "↻ under way"}`} tone={of.healed ? "good" : "warn"}>
       <ol className="steps">
         <li>
           <strong>Seen</strong> <When at={of.seen_at} />
@@ -57,29 +73,30 @@ function Recovery({ job, of }: { job: string; of: FailureRow }) {
         <li>
           <strong>Decided</strong> after {seconds(of.detect_to_decide_s)}
           <div>
-            {of.level} level{of.moved_from && `, moved up from ${of.moved_from}`}; {of.scope.length} instances under new epochs
+            Restarted {of.instance}
+            {of.scope.length > 1 && ` and ${counted(of.scope.length - 1, "dependent")}`} ({of.level} level{of.moved_from && `, moved up from ${of.moved_from}`})
           </div>
         </li>
         <li>
-          <strong>Restored</strong> {of.seconds === null ? "not yet" : `after ${seconds(restore)} more`}
+          <strong>{of.seconds === null ? "Not healed yet" : `Healed in ${seconds(restore)}`}</strong>
           <div>
-            back to commit {of.restore}, {of.lost_commits} commits lost
+            back to commit {of.restore}, {counted(of.lost_commits, "commit")} lost
           </div>
         </li>
       </ol>
       {of.seconds !== null && of.seconds > 0 && (
         <Bar share={of.detect_to_decide_s / of.seconds} tone="warn" label={`${seconds(of.detect_to_decide_s)} of ${seconds(of.seconds)} to the decision`} />
       )}
-      <Facts rows={[["Attempt", of.attempt], ["Fault of", of.fault], ["In all", seconds(of.seconds)], ["Scope", of.scope.map((one) => `${one.instance} (epoch ${one.epoch})`).join(", ")]]} />
-      <Traceback text={of.traceback || of.losses.find((one) => one.traceback)?.traceback || ""} />
+      <Facts rows={[["Attempt", of.attempt], ["Cause", CAUSES[of.fault] ?? of.fault], ["Total", seconds(of.seconds)], ["Restarted", of.scope.map((one) => one.instance).join(", ")]]} />
+      <Traceback open={times > 1} text={of.traceback || of.losses.find((one) => one.traceback)?.traceback || ""} />
     </Card>
   );
 }
 
-function Traceback({ text }: { text: string }) {
+function Traceback({ text, open = false }: { text: string; open?: boolean }) {
   if (!text) return null;
   return (
-    <details>
+    <details open={open}>
       <summary>Traceback</summary>
       <pre tabIndex={0}>{text}</pre>
     </details>

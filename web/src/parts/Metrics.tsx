@@ -6,21 +6,9 @@ import { number } from "../format";
 import { Answer, Table } from "./basics";
 import { Chart } from "./Chart";
 
-const PAGES_MAX = 20;
+/** Of each curve: more than a chart has pixels for is not shown. */
+const POINTS = 1000;
 const ROWS_SHOWN = 200;
-
-/** All commits of a job, page by page. */
-async function commitsOf(job: string): Promise<EventRecord[]> {
-  const found: EventRecord[] = [];
-  let after = 0;
-  for (let page = 0; page < PAGES_MAX; page++) {
-    const { items, next } = await api.events(job, "Committed", after);
-    found.push(...items);
-    if (next === null) break;
-    after = next;
-  }
-  return found;
-}
 
 /** One curve a metric over the number of the commit; a commit that came again after a rollback counts with its last value. */
 export function curvesOf(commits: EventRecord[]): { name: string; points: [number, number][] }[] {
@@ -36,11 +24,12 @@ export function curvesOf(commits: EventRecord[]): { name: string; points: [numbe
 }
 
 export function Metrics({ job }: { job: string }) {
-  const commits = useQuery({ queryKey: ["job", job, "commits"], queryFn: () => commitsOf(job) });
+  const commits = useQuery({ queryKey: ["job", job, "commits"], queryFn: () => api.sample(job, "Committed", POINTS) });
   return (
     <Answer of={commits}>
-      {(found) => {
-        const curves = curvesOf(found);
+      {({ items }) => {
+        const curves = curvesOf(items);
+        const newest = Number(items.at(-1)?.n ?? 0);
         if (!curves.length) {
           return (
             <p className="card">
@@ -50,6 +39,11 @@ export function Metrics({ job }: { job: string }) {
         }
         return (
           <div className="charts">
+            {newest > items.length && (
+              <p className="soft">
+                {number(items.length)} of {number(newest)} commits, evenly spread, the newest among them.
+              </p>
+            )}
             {curves.map((one) => (
               <Chart
                 key={one.name}

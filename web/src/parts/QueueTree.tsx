@@ -65,12 +65,12 @@ export function QueueTree({ queues, gpus }: { queues: QueueRow[]; gpus: number }
             <tr>
               <th scope="col">Queue</th>
               <th scope="col">Devices</th>
-              {["Used", "Guaranteed", "Limit", "A user", "Borrowed", "Weight", "Running", "Waiting", "Wanted"].map((name) => (
+              {["Used", "Guaranteed", "Limit", "Limit per user", "Borrowed", "Weight", "Running", "Waiting", "GPUs requested"].map((name) => (
                 <th key={name} scope="col" className="number">
                   {name}
                 </th>
               ))}
-              <th scope="col">Oldest wait</th>
+              <th scope="col">Longest wait</th>
             </tr>
           </thead>
           <tbody>
@@ -94,7 +94,7 @@ export function QueueTree({ queues, gpus }: { queues: QueueRow[]; gpus: number }
                     </td>
                   ))}
                   <td>
-                    <When at={queue.oldest_wait_since} />
+                    <When at={queue.oldest_wait_since} ago />
                   </td>
                 </tr>
               );

@@ -1,10 +1,10 @@
 /** The live graph of a job: roles with the state of each instance, lines with the kind of what flows. */
 import { Background, Controls, type Edge, Handle, MarkerType, type Node, type NodeProps, Position, ReactFlow } from "@xyflow/react";
-import { useMemo, useState } from "react";
+import { useMemo, useRef, useState } from "react";
 import type { GraphDocument, GraphRole, InstanceRow } from "../api/types";
 import { jobPath, Link } from "../router";
 import { Card, Facts, glyphOf, State, Table, toneOf, When } from "./basics";
-import { CHIPS_MAX, countsOf, type DrawnEdge, place, type PlacedRole, ROLE_WIDTH } from "./layout";
+import { CHIPS_MAX, countsOf, type DrawnEdge, notesOf, type Observed, observedOf, place, type PlacedRole, ROLE_WIDTH, waitersOf } from "./layout";
 
 type RoleNode = Node<{ role: GraphRole; chosen: boolean }, "role">;
 
@@ -49,25 +49,36 @@ function nodesOf(roles: PlacedRole[], chosen: string): RoleNode[] {
   }));
 }
 
-function edgesOf(lines: DrawnEdge[]): Edge[] {
-  return lines.map(({ id, source, target, kinds, below }) => ({
-    id,
-    source,
-    target,
-    ...(below ? { type: "smoothstep", sourceHandle: "below", targetHandle: "below", pathOptions: { offset: below } } : {}),
-    label: kinds.join(", "),
-    className: `line-${kinds[0]}`,
-    markerEnd: { type: MarkerType.ArrowClosed },
-    ariaLabel: `${source} to ${target}: ${kinds.join(", ")}`,
-    focusable: false,
-  }));
+function edgesOf(lines: DrawnEdge[], notesOn: (line: DrawnEdge) => string[], instances: InstanceRow[]): Edge[] {
+  return lines.map((line) => {
+    const { id, source, target, kinds, below } = line;
+    const text = [kinds.join(", "), ...notesOn(line)].join(" · ");
+    return {
+      id,
+      source,
+      target,
+      ...(below ? { type: "smoothstep", sourceHandle: "below", targetHandle: "below", pathOptions: { offset: below } } : {}),
+      label: text,
+      className: `line-${kinds[0]} ${waitersOf(line, instances) ? "line-waits" : ""}`,
+      markerEnd: { type: MarkerType.ArrowClosed },
+      ariaLabel: `${source} to ${target}: ${text}`,
+      focusable: false,
+    };
+  });
 }
 
-export function RoleGraph({ job, graph, instances }: { job: string; graph: GraphDocument; instances: InstanceRow[] }) {
+export function RoleGraph({ job, graph, at, instances }: { job: string; graph: GraphDocument; at: number; instances: InstanceRow[] }) {
   const [chosen, choose] = useState("");
   const placed = useMemo(() => place(graph), [graph]);
   const nodes = useMemo(() => nodesOf(placed.roles, chosen), [placed, chosen]);
-  const edges = useMemo(() => edgesOf(placed.lines), [placed]);
+  const now = useMemo(() => observedOf(graph.observed, at), [graph, at]);
+  const looks = useRef<[Observed | null, Observed]>([null, now]);
+  if (looks.current[1].at !== now.at) looks.current = [looks.current[1], now];
+  const before = looks.current[0];
+  const edges = useMemo(
+    () => edgesOf(placed.lines, (line) => notesOf(line, graph, instances, now, before), instances),
+    [placed, graph, instances, now, before],
+  );
   const role = graph.roles.find((one) => one.name === chosen);
   return (
     <>
@@ -79,7 +90,7 @@ export function RoleGraph({ job, graph, instances }: { job: string; graph: Graph
           nodesDraggable={false}
           nodesConnectable={false}
           fitView
-          fitViewOptions={{ maxZoom: 1.1, padding: 0.15 }}
+          fitViewOptions={{ maxZoom: 1.5, padding: 0.15 }}
           minZoom={0.1}
           preventScrolling={false}
           zoomOnScroll={false}

@@ -2,7 +2,7 @@
 import type { UseQueryResult } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { Problem } from "../api/client";
-import { bytes, clock, moment, seconds } from "../format";
+import { bytes, clock, moment, relative, seconds } from "../format";
 
 type Tone = "good" | "busy" | "warn" | "bad" | "idle";
 
@@ -12,6 +12,7 @@ const LOOK: Record<string, [string, Tone]> = {
   PREEMPTING: ["⇣", "warn"], PAUSED: ["‖", "idle"], STOPPING: ["◼", "idle"], SUCCEEDED: ["✓", "good"],
   FAILED: ["✗", "bad"], CANCELLED: ["–", "idle"], PLANNED: ["○", "idle"], STALE: ["◕", "busy"], READY: ["✓", "good"],
   SUSPECT: ["?", "warn"], LOST: ["✗", "bad"], GONE: ["–", "idle"],
+  critical: ["✗", "bad"], warning: ["!", "warn"], info: ["i", "idle"],
   ready: ["✓", "good"], degraded: ["!", "warn"], starting: ["◔", "busy"], healthy: ["✓", "good"], lost: ["✗", "bad"],
   drained: ["–", "idle"], bad: ["✗", "bad"], suspect: ["?", "warn"], up: ["✓", "good"], down: ["✗", "bad"], running: ["✓", "good"],
   away: ["✗", "bad"], off: ["–", "idle"], stopped: ["–", "idle"], open: ["✓", "good"], closed: ["–", "idle"],
@@ -19,6 +20,16 @@ const LOOK: Record<string, [string, Tone]> = {
 
 export const toneOf = (state: string): Tone => LOOK[state]?.[1] ?? "idle";
 export const glyphOf = (state: string): string => LOOK[state]?.[0] ?? "•";
+
+/** The state of a job, and beside it that it may hang. */
+export function JobState({ of: { state, phase, suspected } }: { of: { state: string; phase: string; suspected: string } }) {
+  if (!suspected) return <State of={state} note={phase} />;
+  return (
+    <span className="state warn" title={suspected}>
+      <span aria-hidden>?</span> {state} <span className="soft">may hang</span>
+    </span>
+  );
+}
 
 /** A state as colour, glyph and word: each of them alone suffices. */
 export function State({ of, note }: { of: string; note?: string }) {
@@ -30,13 +41,13 @@ export function State({ of, note }: { of: string; note?: string }) {
   );
 }
 
-/** A moment in the browser's time; the exact one with its zone on hover. */
-export function When({ at }: { at: number | string | null }) {
+/** A moment in the browser's time, or `ago` how long ago; the exact one with its zone on hover. */
+export function When({ at, ago = false }: { at: number | string | null; ago?: boolean }) {
   const date = moment(at);
   if (!date) return <>–</>;
   return (
     <time dateTime={date.toISOString()} title={date.toString()}>
-      {clock(date)}
+      {ago ? relative(date) : clock(date)}
     </time>
   );
 }

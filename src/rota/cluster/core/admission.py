@@ -9,14 +9,13 @@ from typing import TypedDict
 import numpy as np
 
 from rota.cluster.core.capacity import OverLimit
-from rota.cluster.core.jobs import JobAsk, JobRow, Shape, Slot, Wait, compile_shape
+from rota.cluster.core.jobs import JobAsk, LiveJob, Shape, Slot, Wait
 from rota.cluster.core.placement import place
 from rota.cluster.core.profile import Placer
 from rota.cluster.core.state import LOST, State
-from rota.spec.gang import GangRequest
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
-from rota.spec.resources import Health, format_size
+from rota.spec.resources import Health, counted, format_size
 
 LIMITS = (Reason.QUOTA_LIMIT, Reason.USER_LIMIT)
 
@@ -70,15 +69,22 @@ def empty_twin(state: State, spares: int = 0) -> State:
     return State(nodes[: max(0, len(nodes) - spares)], state.queues.rows)
 
 
-def feasible(
-    state: State, requests: Sequence[GangRequest], queue: str | None = None, spares: int = 0
-) -> Shortfall | None:
-    """None if the empty cluster, and the limits of the queue, could hold all gangs at once; else what is short."""
-    return shape_feasible(empty_twin(state, spares), compile_shape(requests), queue)
+class EmptyTwins:
+    """Empty twins of the present state by number of spares, each laid out once until a node or a queue changes."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[State, int, State]] = {}
+
+    def of(self, state: State, spares: int) -> State:
+        """``empty_twin``; whoever tries a shape on it goes back."""
+        made = self._made.get(spares)
+        if made is None or made[0] is not state or made[1] != state.marks:
+            made = self._made[spares] = (state, state.marks, empty_twin(state, spares))
+        return made[2]
 
 
 def shape_feasible(empty: State, shape: Shape, queue: str | None = None) -> Shortfall | None:
-    """``feasible`` for a compiled shape and an empty state (``empty_twin``)."""
+    """None if the empty cluster (``empty_twin``), and the limits of the queue, could hold it; else what is short."""
     if _fits(empty, shape, queue):
         return None
     short = _limit_shortfall(empty, shape, queue) or _slot_shortfall(empty, shape) or _gang_shortfall(empty, shape)
@@ -419,11 +425,15 @@ def too_few_free(state: State, shape: Shape) -> Wait | None:
     free = fields["free_gpus"]
     if fields["asked_gpus"] <= free:
         return None
-    text = f"{fields['asked_gpus']:g} gpus are asked, {free:g} are free"
+    text = f"Needs {counted(fields['asked_gpus'], 'GPU')}; {free:g} {_are(free)} free"
     bad = _out_of_order(state)
     if free + bad >= fields["asked_gpus"]:
         return _out_of_use(state, f"{text}, {bad} are out of order", {**fields, "bad_gpus": bad})
     return Wait(reason=Reason.NO_FREE_DEVICES, text=f"{text}.", fields={**fields})
+
+
+def _are(n: float) -> str:
+    return "is" if n == 1 else "are"
 
 
 def _gpu_fields(state: State, shape: Shape) -> dict[str, float]:
@@ -437,7 +447,8 @@ def _cores_and_memory(state: State, shape: Shape) -> Wait:
     free_cpu, free_memory = int(state.cpu[rows].sum()), int(state.mem[rows].sum())
     used_cpu = sum(round(state.nodes[row].cpus * 1000) for row in rows.tolist()) - free_cpu
     used_memory = sum(state.nodes[row].memory_bytes for row in rows.tolist()) - free_memory
-    text = f"{cpu / 1000:g} cores are asked, {free_cpu / 1000:g} are free and {used_cpu / 1000:g} in use"
+    free = free_cpu / 1000
+    text = f"Needs {counted(cpu / 1000, 'core')}; {free:g} {_are(free)} free and {used_cpu / 1000:g} in use"
     fields: dict[str, object] = {"asked_cpus": cpu / 1000, "free_cpus": free_cpu / 1000, "used_cpus": used_cpu / 1000}
     if memory:
         sizes = {"asked": memory, "free": free_memory, "used": used_memory}
@@ -466,7 +477,7 @@ def _fits_with_all_nodes(state: State, ask: JobAsk, placer: Placer) -> bool:
     with state.txn() as txn:
         for node in sick_nodes(state):
             state.mark(txn, NodeId(node), Health.HEALTHY)
-        return placer.place(state, txn, JobRow(ask=ask)) is not None
+        return placer.place(state, txn, LiveJob(ask=ask)) is not None
 
 
 _TEXTS = {
@@ -525,7 +536,7 @@ def _rules(state: State, shape: Shape) -> Iterator[tuple[Shape, str, dict[str, o
 
 def _fits_now(state: State, ask: JobAsk, placer: Placer) -> bool:
     with state.txn() as txn:
-        return placer.place(state, txn, JobRow(ask=ask)) is not None
+        return placer.place(state, txn, LiveJob(ask=ask)) is not None
 
 
 def _free_of_types(state: State, shape: Shape) -> int:

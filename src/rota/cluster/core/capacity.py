@@ -159,7 +159,7 @@ class OverLimit:
     user: str | None = None
 
 
-class QueueTree:
+class QueueTable:
     """The queues in rows, parents included, sorted by path; a queue that is only named as a parent promises nothing.
 
     In a guarantee or limit a dimension of zero is "not stated". ``born`` has per row its place in the order given.
@@ -190,6 +190,12 @@ class QueueTree:
         self.user_limited: list[bool] = [bool(row.any()) for row in self.user_limit < UNLIMITED]
         self.unlimited = not any(self.limited) and not any(self.user_limited)
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
+        self.below = [[i for i, q in enumerate(self.rows) if q.parent == r.path] for r in self.rows]
+        self.device_dims = [GPU, *range(3, len(self.dims))]
+        self.promises: list[bool] = [bool(row.any()) for row in self.guaranteed[:, self.device_dims]]
+        self.promises_types = bool(self.guaranteed[:, 3:].any())
+        self.promised: list[list[int]] = self.guaranteed[:, self.device_dims].tolist()
+        self._devices: dict[Shape, tuple[int, ...]] = {}
 
     def _line(self, path: str) -> list[int]:
         line: list[int] = []
@@ -220,6 +226,15 @@ class QueueTree:
 
     def _type_dim(self, name: str) -> int | None:
         return 3 + self.types.index(name) if name in self.types else None
+
+    def devices(self, shape: Shape) -> tuple[int, ...]:
+        """Thousandths of devices of a shape: in all, then, where a type is promised, by type."""
+        if not self.promises_types:
+            return (shape.gpu_milli,)
+        known = self._devices.get(shape)
+        if known is None:
+            known = self._devices[shape] = tuple(self.need(shape)[self.device_dims].tolist())
+        return known
 
     def need(self, shape: Shape) -> Vector:
         """The quota vector of a shape. Devices of any type, or of one of several, count in the sum over types only."""

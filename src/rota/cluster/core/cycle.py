@@ -1,27 +1,34 @@
-"""Scheduling cycle: step(state, event) -> decisions, in numbered steps, and the order of waiting jobs."""
+"""Scheduling cycle: step(state, event) -> decisions, in numbered steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import NamedTuple
+from dataclasses import replace
 
-from rota.cluster.core.admission import too_few_free, waits_because, waits_for_preemption, with_spares
+from rota.cluster.core.admission import (
+    LIMITS,
+    NAMED_MAX,
+    waits_because,
+    waits_for_preemption,
+    with_spares,
+)
+from rota.cluster.core.age_bound import AgeBound
+from rota.cluster.core.choice import choose, gate_growth
 from rota.cluster.core.events import (
     Event,
     JobGone,
     JobHolds,
     JobReleased,
     JobResized,
-    JobWaits,
     PairUndone,
+    ReasonGiven,
     StopRequested,
     apply,
     fold,
+    note,
 )
-from rota.cluster.core.jobs import Allocations, JobRow, LineKey, Wait, line_key, place_key
+from rota.cluster.core.jobs import Allocations, LineKey, LiveJob, Wait, line_key, place_key
 from rota.cluster.core.preemption import (
     BackfillReservation,
     BackfillReservations,
@@ -29,153 +36,13 @@ from rota.cluster.core.preemption import (
     take_what_is_free,
 )
 from rota.cluster.core.profile import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
-from rota.cluster.core.state import LOST, InvariantBroken, State, Txn
+from rota.cluster.core.promises import UNCOVERED, promise_level
+from rota.cluster.core.queue_order import FOR_ONE_JOB, PASSED_BY, NextJob, RememberedRefusal, TryOrder
+from rota.cluster.core.state import LOST, State, entry_of
+from rota.cluster.core.txn import Txn
 from rota.spec.errors import nearest
 from rota.spec.ids import JobId
-from rota.spec.reasons import INFO, Reason
-
-# -- order of waiting jobs --
-
-
-PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
-"""Reasons that lie in the job or its user: those behind it in its queue need not wait with it."""
-
-FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
-"""Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
-
-BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
-"""Reasons of jobs whose queue might start them, and that find no place."""
-
-
-class NextJob(NamedTuple):
-    """A job that is to be tried: its place in the order, its line or queue, how far down, and the starts until then."""
-
-    place: tuple[object, ...]
-    job: JobId
-    track: LineKey | str
-    depth: int
-    starts: int
-
-
-@dataclass(frozen=True, slots=True)
-class RememberedRefusal:
-    """A "no" that was reached before: its numbers are found when a job gets it as its reason."""
-
-    reason: Reason
-
-
-class TryOrder:
-    """The first job of every line of equal jobs, or of every queue, in the order of the policy; then who is behind it.
-
-    ``starts`` counts starts and claims so far: ranks stay as they are until there is one more.
-    """
-
-    def __init__(
-        self, state: State, profile: Profile, now: float, reservations: BackfillReservations, starts: Callable[[], int]
-    ) -> None:
-        self._state, self._profile, self._now, self._starts = state, profile, now, starts
-        self._reservations = reservations
-        self._by_job, self._by_queue = profile.order.by_job, profile.block == "queue"
-        tracks = state.asking if self._by_queue else state.lines
-        self._heap = [
-            self._at(track, depth)
-            for track, jobs in tracks.items()
-            for depth in range(len(jobs) if self._by_job else 1)
-        ]
-        heapify(self._heap)
-
-    def next(self) -> tuple[NextJob, JobRow, LineKey] | None:
-        """The turn that comes first, with its job and the line of that."""
-        heap = self._heap
-        while heap:
-            turn = heap[0]
-            row = self._state.jobs[turn.job]
-            if turn.starts != self._starts():
-                again = self._turn(row, turn.track, turn.depth)
-                if again.place > turn.place:
-                    heapreplace(heap, again)
-                    continue
-            heappop(heap)
-            return turn, row, line_key(row) if isinstance(turn.track, str) else turn.track
-        return None
-
-    def after(self, turn: NextJob, wait: Wait | RememberedRefusal | None) -> None:
-        """Who of the line, or queue, is tried after this one: the next, unless what stops this one stops them all."""
-        depth = turn.depth + 1
-        if wait is None:
-            depth = turn.depth
-        elif wait.reason is Reason.RESERVED_FOR_OTHER and not isinstance(turn.track, str):
-            depth = self._shorter(turn.track, turn.depth)
-        elif wait.reason not in FOR_ONE_JOB and not (self._by_queue and wait.reason in PASSED_BY):
-            return
-        if not self._by_job and depth < len(self._entries(turn.track)):
-            heappush(self._heap, self._at(turn.track, depth))
-
-    def _shorter(self, key: LineKey, depth: int) -> int:
-        """The next in the line that is over before the last of the reservations that this one would outlive."""
-        line, jobs = self._state.lines[key], self._state.jobs
-        ends = [r.at for r in self._reservations.outlived_by(jobs[line[depth][1]])]
-        if not ends:  # it was not tried in this pass, which had tried enough: nor are those behind it
-            return len(line)
-        left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
-        return next((i for i, left_s in left if left_s is not None and self._now + left_s <= max(ends)), len(line))
-
-    def _entries(self, track: LineKey | str) -> Sequence[tuple[float, JobId] | tuple[int, float, JobId]]:
-        """The waiting jobs of a queue, or of a line, first to last."""
-        return self._state.asking.get(track, ()) if isinstance(track, str) else self._state.lines.get(track, ())
-
-    def _at(self, track: LineKey | str, depth: int) -> NextJob:
-        return self._turn(self._state.jobs[self._entries(track)[depth][-1]], track, depth)
-
-    def _turn(self, row: JobRow, track: LineKey | str, depth: int) -> NextJob:
-        place = place_in_order(self._state, self._profile, row, self._now)
-        return NextJob(place, row.ask.id, track, depth, self._starts())
-
-
-def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[object, ...]:
-    """Place of a waiting job: opportunistic ones last, then the rank, queue time, and id (the last element)."""
-    return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
-
-
-def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | None:
-    """Reason of a waiting job by the last passes, or None: what holds for one that is tried before it holds for it.
-
-    A pass tries no more of a line, or of a queue that is held up, than it must; the others keep their last reason.
-    """
-    row = state.jobs.get(job)
-    if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
-        return None if row is None else row.wait
-    if profile.order.by_job:
-        return _as_of_now(state, profile, row, row.wait)
-    by_queue = profile.block == "queue"
-    for *_, other in state.asking[row.ask.queue] if by_queue else state.lines[line_key(row)]:
-        if other == job:
-            break
-        wait = state.jobs[other].wait
-        if wait is None or wait.reason is Reason.AWAITING_PREEMPTION or (by_queue and wait.reason in PASSED_BY):
-            continue
-        if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
-            continue
-        wait = _as_of_now(state, profile, state.jobs[other], wait)
-        text = f"It is behind {other}: {wait.text or INFO[wait.reason].text}"
-        reason = Reason.BEHIND_IN_ORDER if by_queue else wait.reason
-        return replace(wait, reason=reason, text=text, fields={**wait.fields, "behind": other})
-    return _as_of_now(state, profile, row, row.wait)
-
-
-def _as_of_now(state: State, profile: Profile, row: JobRow, last: Wait) -> Wait:
-    """What a job that finds no place waits for by now: more may be taken since it got its reason."""
-    if last.reason not in BY_PLACE:
-        return last
-    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
-
-
-def _is_shorter(row: JobRow, wait: Wait, now: float) -> bool:
-    """Whether a job would be over before what another one has to wait for."""
-    return row.left_s is not None and now + row.left_s <= wait.number("until")
-
-
-# -- cycle --
+from rota.spec.reasons import Reason
 
 
 def step(state: State, event: Event, profile: Profile, now: float) -> list[Decision]:
@@ -189,25 +56,35 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
     with state.txn() as txn:
         walk = _Pass(state, txn, profile, now)
         decisions = walk.run()
-        if not walk.tentative:
+        kept = not walk.tentative
+        if kept:
             txn.keep()
-            state.version += 1
-            return decisions
+    happened = state.happened
+    for event in events_of(decisions):
+        if kept:
+            note(state, event, now)
+        else:
+            apply(state, event, now)
+    state.happened = happened
+    return decisions
+
+
+def events_of(decisions: Sequence[Decision]) -> Iterator[Event]:
+    """What happens when decisions are carried out at once."""
     for decision in decisions:
         match decision:
-            case Admit(job=job, held=held):
-                apply(state, JobHolds(job=job, held=held), now)
+            case Admit(job=job, held=held, choice=choice):
+                yield JobHolds(job=job, held=held, choice=choice)
             case Preempt(job=job, undone=undone):
-                apply(state, StopRequested(job=job), now)
+                yield StopRequested(job=job)
                 if undone is not None:
-                    apply(state, PairUndone(job=job, pair=undone), now)
+                    yield PairUndone(job=job, pair=undone)
             case Resize(job=job, held=held):
-                apply(state, JobResized(job=job, held=held), now)
+                yield JobResized(job=job, held=held)
             case WaitOn(job=job, wait=wait):
-                apply(state, JobWaits(job=job, wait=wait), now)
+                yield ReasonGiven(job=job, wait=wait)
             case WakeAt():
                 pass
-    return decisions
 
 
 def decide(state: State, profile: Profile, now: float, until: JobId | None = None) -> list[Decision]:
@@ -225,6 +102,14 @@ BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_M
 """Reasons that jobs of other queues may undo, also where devices are promised to each queue by themselves."""
 
 
+def gate_jobs(row: LiveJob) -> Wait | None:
+    """The wait of a job for others to end: of the jobs of a line each has others."""
+    if not row.ask.after:
+        return None
+    text = f"It starts after {' and '.join(row.ask.after[:NAMED_MAX])}."
+    return Wait(reason=Reason.DEPENDENCY, text=text, fields={"after": list(row.ask.after)})
+
+
 class _Pass:
     """One walk over the waiting jobs, in a transaction of the state: what it keeps is what its decisions do.
 
@@ -236,7 +121,7 @@ class _Pass:
     def __init__(self, state: State, txn: Txn, profile: Profile, now: float, until: JobId | None = None) -> None:
         self.state, self.txn, self.profile, self.now, self.until = state, txn, profile, now, until
         self.spares = state.spares(profile.spares)
-        self.aside: dict[int, int] = {}
+        self.excluded: dict[int, int] = {}
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
         self.verdicts: dict[LineKey, Wait | RememberedRefusal] = {}
@@ -247,8 +132,11 @@ class _Pass:
         self.tentative = TentativeAllocations(state, txn)
         self.started = 0
         self.sharing, self.joins, self.shared = profile.sharing, True, False
-        self.tried = self.sets = 0
-        self.tries_max = profile.candidates_max << state.memory.cut_short
+        self.tried = self.sets = self.vain = 0
+        self.overtaken = set[JobId]()
+        self.age_bound = AgeBound(state, txn, profile, now, self._excluding)
+        self.tries_max = state.memory.tries_max(profile.candidates_max)
+        self.vain_max = state.memory.vain_max(profile.vain_max)
 
     def run(self) -> list[Decision]:
         # 0. end sharing that does not pay; jobs that are left alone get their devices whole
@@ -258,7 +146,8 @@ class _Pass:
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
         turns = TryOrder(self.state, self.profile, self.now, self.reservations, self._starts)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
-        fresh = {line_key(self.state.jobs[job]) for job in self.state.fresh}
+        overtaken = list[tuple[NextJob, LineKey]]()
+        fresh = {self.state.line_of(self.state.jobs[job]) for job in self.state.arrivals}
         while (one := turns.next()) is not None:
             turn, row, key = one
             if row.ask.queue in self.blocked and row.wait is not None:
@@ -266,7 +155,7 @@ class _Pass:
             try:
                 wait = self._try(key, row)
             except Exception as error:
-                raise InvariantBroken(f"trying it failed with {error!r}", row.ask.id) from error
+                raise self.state.broken(f"trying it failed with {error!r}", row.ask.id) from error
             if isinstance(wait, RememberedRefusal) and key in fresh:
                 wait = self.verdicts[key] = self._because(row)  # the numbers at its turn, remembered or not
             if wait is not None:
@@ -274,11 +163,15 @@ class _Pass:
             if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):
                 break
             turns.after(turn, wait)
+            if wait is None:
+                self._try_overtaken(turns, overtaken)
+            elif row.ask.id in self.overtaken and wait.reason not in FOR_ONE_JOB:
+                overtaken.append((turn, key))
         # 3. jobs that arrived since the last pass learn why they wait
-        for job in sorted(self.state.fresh if self.until is None else self.state.fresh.keys() & {self.until}):
+        for job in sorted(self.state.arrivals if self.until is None else self.state.arrivals.keys() & {self.until}):
             row = self.state.jobs[job]
-            key = line_key(row)
-            if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
+            key = self.state.line_of(row)
+            if wait := gate_jobs(row) or self.verdicts.get(key) or self._gates(row):
                 if isinstance(wait, RememberedRefusal):
                     wait = self.verdicts[key] = self._because(row)
                 self._give_reason(row, wait)
@@ -288,18 +181,31 @@ class _Pass:
         if self.sharing is not None and not self.state.lines:
             self._resize(self.sharing.lend(self.state, self.txn, self.profile.placer))
         # 5. wake up when time alone will change something, or to try more, until all were tried
-        self.state.memory.cut_short = self.state.memory.cut_short + 1 if self.cut_short else 0
+        self.state.memory.pass_ended(cut_short=self.cut_short)
+        if self.sets or not self.cut_short:
+            self.state.memory.forget_vain()
         if self.cut_short:
             self.wake.append(self.now)
         if (round_s := self.profile.round_s) and (self.shared or self._some_wait_beside_others()):
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
             self.decisions.append(WakeAt(at=min(self.wake)))
+        for job in tuple(self.state.started):
+            self.txn.drop(self.state.started, job)
         return self.decisions
+
+    def _try_overtaken(self, turns: TryOrder, overtaken: list[tuple[NextJob, LineKey]]) -> None:
+        """After a start: the promised jobs for which nothing was stopped, as another would have started before them."""
+        for turn, key in overtaken:
+            self.verdicts.pop(key, None)
+            self.state.memory.forget_vain(turn.job)
+            turns.again(turn)
+        overtaken.clear()
+        self.overtaken.clear()
 
     def _is_settled(self, job: JobId) -> bool:
         row = self.state.jobs[job]
-        verdict = None if self.profile.order.by_job else self.verdicts.get(line_key(row))
+        verdict = None if self.profile.order.by_job else self.verdicts.get(self.state.line_of(row))
         return row.ask.queue in self.blocked or (verdict is not None and verdict.reason not in FOR_ONE_JOB)
 
     def _some_wait_beside_others(self) -> bool:
@@ -309,7 +215,7 @@ class _Pass:
         """Starts and claims so far: ranks stay as they are until there is one more."""
         return self.started + len(self.tentative.jobs)
 
-    def _give_reason(self, row: JobRow, wait: Wait | RememberedRefusal) -> None:
+    def _give_reason(self, row: LiveJob, wait: Wait | RememberedRefusal) -> None:
         """Give a job its reason if it differs from the last one, with the numbers of now."""
         if not row.has_reason(wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, RememberedRefusal) else wait
@@ -317,9 +223,9 @@ class _Pass:
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
 
-    def _because(self, row: JobRow) -> Wait:
+    def _because(self, row: LiveJob) -> Wait:
         """The reason behind a "no", and its numbers."""
-        with self._aside(row) as spares:
+        with self._excluding(row) as spares:
             wait = self.profile.division.verdict(self.state, row)
             wait = wait or waits_because(self.state, row.ask, self.profile.placer)
         return self._with_spares(wait, spares)
@@ -327,12 +233,14 @@ class _Pass:
     def _with_spares(self, wait: Wait, spares: list[int]) -> Wait:
         return with_spares(wait, [self.state.nodes[place].id for place in spares]) if spares else wait
 
-    def _try(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
+    def _try(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
+        if (wait := gate_jobs(row)) is not None:
+            return wait
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
-        wait = self._gate_time(row) or self._gate_queue(row) or self._gate_order(row)
-        if wait is None and self.tried >= self.tries_max:
+        wait = self._gates(row)
+        if wait is None and (self.tried >= self.tries_max or self.vain >= self.vain_max):
             self.cut_short = True
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
@@ -366,21 +274,21 @@ class _Pass:
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
         return self.profile.block == "queue" and not claimed and wait.reason not in PASSED_BY
 
-    def _start(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
+    def _start(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not."""
         if not self.spares and not row.ask.avoid:
             return self._start_anywhere(place_key(key), row)
-        with self._aside(row) as spares:
+        with self._excluding(row) as spares:
             wait = self._start_anywhere(place_key(key), row)
         return self._with_spares(wait, spares) if isinstance(wait, Wait) else wait
 
     @contextmanager
-    def _aside(self, row: JobRow) -> Generator[list[int]]:
+    def _excluding(self, row: LiveJob) -> Generator[list[int]]:
         """Nothing is placed on the nodes that the job avoids, nor on the spares kept from it, meanwhile.
 
         Asked for another job in between, it is that one's nodes alone.
         """
-        state, outer = self.state, self.aside
+        state, outer = self.state, self.excluded
         for place, health in outer.items():
             self.txn.set(state.node_health, place, health)
         spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
@@ -388,34 +296,41 @@ class _Pass:
         healths = {place: int(state.node_health[place]) for place in places}
         for place in healths:
             self.txn.set(state.node_health, place, LOST)
-        self.aside = healths
+        self.excluded = healths
         yield spares
-        self.aside = outer
+        self.excluded = outer
         for place, health in healths.items():
             self.txn.set(state.node_health, place, health)
         for place in outer:
             self.txn.set(state.node_health, place, LOST)
 
-    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal | None:
+    def _start_anywhere(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not; ``key`` is that of its place."""
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
+            limited = wait.reason in LIMITS and self._runs_lower(row)
+            return (self._preempt(key, row) if limited else None) or wait
+        if (wait := self.age_bound.verdict(row, self.tentative.jobs)) is not None:
             return wait
         full = self._recall_full(key)
         fits = self._fit(key, row) if full is None else None
         if fits is not None:
-            self._reserve()
-            if (wait := self._gate_order(row)) is not None:
-                return wait
+            self.reservations.make(self._excluding)
         outlived = self.reservations.outlived_by(row)
         held = fits if fits is None or not outlived else self._fit(key, row, outlived)
         held = held or self._join(row)
         if held is not None:
-            nodes = {slot.node for slot in held}
+            found = choose(
+                self.state, self.profile, row, held, self.now, lambda other: self._fit_choice(other, outlived)
+            )
+            held, nodes = found.held, {slot.node for slot in found.held}
             why: dict[str, object] = {"profile": self.profile.name, "order": self.started, "nodes": len(nodes)}
             if row.ask.data:
                 why["nodes_with_data"] = int(self.state.holds_data(row.ask)[sorted(nodes)].sum())
-            self.state.hold(self.txn, row.ask.id, held, now=self.now)
-            self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
+            if found.choice is not None:
+                why["choice"] = found.text
+            self.state.hold(self.txn, row.ask.id, held, now=self.now, choice=found.choice)
+            self.txn.put(self.state.started, row.ask.id, None)
+            self.decisions.append(Admit(job=row.ask.id, held=held, choice=found.choice, why=why))
             self.started += 1
             return None
         wait = self._preempt(key, row)
@@ -430,13 +345,18 @@ class _Pass:
             return self._learn_full(key, row)
         return wait or (RememberedRefusal(full) if full else None)
 
+    def _fit_choice(self, row: LiveJob, around: Sequence[BackfillReservation]) -> Allocations | None:
+        if self.profile.block != "reserve":
+            return self.profile.placer.place(self.state, self.txn, row)
+        return self._fit(place_key(line_key(row)), row, around)
+
     def _recall_full(self, key: LineKey) -> Reason | None:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
         return self.full.get(key) or self.state.memory.recall(f"full {self._beside_spares()}", key, local=False)
 
-    def _learn_full(self, key: LineKey, row: JobRow) -> Wait | RememberedRefusal:
+    def _learn_full(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal:
         if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
             # None of these gets its reason, so that they do not fit is enough.
             self.full[key] = Reason.NO_FREE_DEVICES
@@ -448,7 +368,7 @@ class _Pass:
                 self.state.memory.learn(f"full {self._beside_spares()}", key, wait.reason, local=False)
         return wait
 
-    def _place(self, row: JobRow) -> Allocations | None:
+    def _place(self, row: LiveJob) -> Allocations | None:
         """Where the job fits now, or once others have given back what they were lent."""
         if not self.profile.starts:
             return None
@@ -458,7 +378,7 @@ class _Pass:
             held = self.profile.placer.place(self.state, self.txn, row)
         return held
 
-    def _join(self, row: JobRow) -> Allocations | None:
+    def _join(self, row: LiveJob) -> Allocations | None:
         """A part of the devices of a running job, which keeps the other part."""
         found = self.sharing.join(self.state, row) if self.joins and self.sharing is not None else None
         if found is None:
@@ -483,7 +403,7 @@ class _Pass:
             self.state.resize(self.txn, job, held)
             self.decisions.append(Resize(job=job, held=held))
 
-    def _fit(self, key: LineKey, row: JobRow, around: Sequence[BackfillReservation] = ()) -> Allocations | None:
+    def _fit(self, key: LineKey, row: LiveJob, around: Sequence[BackfillReservation] = ()) -> Allocations | None:
         """Where the job fits out of the way of these reservations. Equal requests share the answer.
 
         A place is good until a job starts; that there is none holds for the pass, in which nothing comes back.
@@ -499,13 +419,15 @@ class _Pass:
                 known = self.fits[asked] = (self._starts(), self._place(row))
         return known[1]
 
-    def _reserve(self) -> None:
-        """Make the reservations that are owed; who has starved without a known time holds up its queue."""
-        for row in self.reservations.make(self._aside):
-            if self.now - row.ask.queued_at >= self.profile.starve_s:
-                self.blocked.setdefault(row.ask.queue, row.ask.id)
+    def _runs_lower(self, row: LiveJob) -> bool:
+        """Whether the queue of a job runs work of lower priority, which could be stopped so that it passes no limit."""
+        queue, priority = row.ask.queue, row.ask.priority
+        return self.profile.victims is not None and any(
+            self.profile.order.by_job or (jobs and path == queue and other < priority)
+            for (path, other), jobs in self.state.running.items()
+        )
 
-    def _preempt(self, key: LineKey, row: JobRow) -> Wait | None:
+    def _preempt(self, key: LineKey, row: LiveJob) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
         stopping, profile = sorted(self.state.stopping), self.profile
         victims = profile.victims if self.sets < profile.victim_sets_max else None
@@ -514,14 +436,17 @@ class _Pass:
         claims = claims and self.tentative.given_back(stopping) >= row.ask.shape.gpu_milli
         if victims is not profile.victims:
             self.wake.append(self.now)
+        if victims is not None and self.until is None and self.state.memory.is_vain(row.ask.id, self.state.happened):
+            victims = None
         if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
             victims = None
         if not claims and victims is None:
             return None
         with self.txn.trial():
             self.tentative.release_all(stopping)
-            held = profile.placer.place(self.state, self.txn, row) if claims else None
-            if claims and held is None and profile.block == "reserve":
+            over = self.state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
+            held = profile.placer.place(self.state, self.txn, row) if claims and not over else None
+            if claims and not over and held is None and profile.block == "reserve":
                 self.fits[tried] = (0, None)
             chosen = None
             if held is None and victims is not None:
@@ -529,6 +454,11 @@ class _Pass:
         if held is not None:
             return self._claim(row, stopping, held)
         if not chosen or not self._would_start(row, stopping, chosen):
+            if chosen and profile.promises and promise_level(self.state, row) < UNCOVERED:
+                self.overtaken.add(row.ask.id)
+            if victims is not None and self.until is None:
+                self.vain += 1
+                self.state.memory.learn_vain(row.ask.id, self.state.happened)
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
@@ -553,7 +483,7 @@ class _Pass:
             self.tentative.keep(victim.to)
         return wait
 
-    def _would_start(self, row: JobRow, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
+    def _would_start(self, row: LiveJob, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.
 
         Jobs before it in the order come first, its victims too: without this test jobs would take each other's place
@@ -577,9 +507,11 @@ class _Pass:
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 
-    def _claim(self, row: JobRow, stopping: list[JobId], held: Allocations) -> Wait:
+    def _claim(self, row: LiveJob, stopping: list[JobId], held: Allocations) -> Wait:
         """Keep others off what the job will use once these jobs have let go."""
         self.state.charge(self.txn, row, 1)
+        if not row.ask.opportunistic:
+            self.state.rank(self.txn, row.ask.queue, entry_of(row))
         for book in self.state.books:
             book.reserve(self.txn, self.state, row)
         self.tentative.keep(held)
@@ -589,7 +521,11 @@ class _Pass:
 
     # -- gates -------------------------------------------------------------------------------------------------------
 
-    def _gate_time(self, row: JobRow) -> Wait | None:
+    def _gates(self, row: LiveJob) -> Wait | None:
+        wait = self._gate_time(row) or self._gate_queue(row) or self._gate_order(row)
+        return wait or gate_growth(self.state, self.txn, self.profile, row, self.now)
+
+    def _gate_time(self, row: LiveJob) -> Wait | None:
         until = row.begins_at
         if until <= self.now:
             return None
@@ -598,7 +534,7 @@ class _Pass:
             reason=Reason.NOT_BEFORE if until == row.ask.not_before else Reason.COOL_DOWN, fields={"until": until}
         )
 
-    def _gate_queue(self, row: JobRow) -> Wait | None:
+    def _gate_queue(self, row: LiveJob) -> Wait | None:
         tree, path = self.state.queues, row.ask.queue
         if path not in tree.row:
             return Wait(
@@ -609,7 +545,7 @@ class _Pass:
                 return Wait(reason=Reason.QUEUE_CLOSED, fields={"queue": tree.rows[queue].path})
         return None
 
-    def _gate_order(self, row: JobRow) -> Wait | None:
+    def _gate_order(self, row: LiveJob) -> Wait | None:
         first = self.blocked.get(row.ask.queue)
         if first is not None:
             return Wait(reason=Reason.BEHIND_IN_ORDER, text=f"{first} must start first.", fields={"behind": first})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rota.cluster.core.jobs import Allocations, JobAsk, JobRow, Wait
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Wait
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.resources import Health
 
@@ -19,10 +20,11 @@ class JobArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHolds:
-    """A job was given these devices."""
+    """A job was given these devices, for one of its choices if it has some."""
 
     job: JobId
     held: Allocations
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class JobPaused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobWaits:
+class ReasonGiven:
     """It became known why a job waits."""
 
     job: JobId
@@ -122,7 +124,7 @@ Event = (
     | JobReleased
     | JobSaved
     | JobPaused
-    | JobWaits
+    | ReasonGiven
     | JobGone
     | NodeChanged
     | Tick
@@ -131,10 +133,25 @@ Event = (
 
 def apply(state: State, event: Event, now: float) -> None:
     """Fold one event into the state. Events of jobs that are not there change nothing: they came late or twice."""
+    note(state, event, now)
     with state.txn() as txn:
         fold(state, txn, event, now)
         txn.keep()
-    state.version += 1
+
+
+def note(state: State, event: Event, now: float) -> None:
+    """Remember an event for the message of an internal error, unless it changes only what is known of a job."""
+    match event:
+        case Tick() | ReasonGiven():
+            return
+        case JobArrived(ask=ask):
+            subject = ask.id
+        case NodeChanged(node=node):
+            subject = node
+        case _:
+            subject = event.job
+    state.events.append((now, subject, type(event).__name__))
+    state.happened += 1
 
 
 def fold(state: State, txn: Txn, event: Event, now: float) -> None:
@@ -144,11 +161,12 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
         case JobArrived(ask=ask):
             old = state.jobs.get(ask.id)
             if old is None or not old.held:
-                state.put(txn, replace(old, ask=ask) if old else JobRow(ask=ask))
+                same = old is not None and old.ask.after == ask.after
+                state.put(txn, replace(old, ask=ask, wait=old.wait if same else None) if old else LiveJob(ask=ask))
         case NodeChanged(node=node, health=health, devices=devices):
             state.mark(txn, node, health, devices)
-        case JobHolds(job=job, held=held) if row is not None and not row.held:
-            state.hold(txn, job, held, now=now)
+        case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
+            state.hold(txn, job, held, now=now, choice=choice)
         case JobResized(job=job, held=held) if row is not None and row.phase == "running":
             state.resize(txn, job, held)
         case JobMeasured(rate=rate) if row is not None and row.held:
@@ -167,7 +185,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.put(txn, replace(row, saved_at=now))
         case JobPaused(paused=paused) if row is not None and not row.held:
             state.put(txn, replace(row, phase="paused" if paused else "queued"))
-        case JobWaits(wait=wait) if row is not None and not row.held:
+        case ReasonGiven(wait=wait) if row is not None and not row.held:
             state.put(txn, replace(row, wait=wait))
         case JobGone(job=job) if row is not None:
             state.drop(txn, job)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from rota.cluster.core.admission import RequestChange, Tally, amount, sick_nodes, smaller, tally
 from rota.cluster.core.capacity import GPU
-from rota.cluster.core.cycle import decide, place_in_order
+from rota.cluster.core.cycle import decide
 from rota.cluster.core.guarded import without_refused
-from rota.cluster.core.jobs import JobAsk, JobRow, Shape, Wait
+from rota.cluster.core.jobs import JobAsk, LiveJob, Shape, Wait
 from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn
-from rota.cluster.core.state import State, VerdictCache
+from rota.cluster.core.queue_order import place_in_order
+from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health
@@ -28,6 +29,8 @@ class StartOffer(TypedDict):
     change: RequestChange
     text: str
     cost: str
+    victims: NotRequired[list[str]]
+    """Jobs that would be stopped for it."""
 
 
 class PreemptedJob(TypedDict):
@@ -120,13 +123,9 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Scheduler
 
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> SchedulerExplanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
-    memory, state.memory = state.memory, VerdictCache()  # of others a trial knows that they do not fit, not why
-    try:
-        with without_refused(state):
-            wait, preempts = _tried(state, profile, ask, now)
-            changes = () if wait is None else _changes(state, profile, ask, wait, now)
-    finally:
-        state.memory = memory
+    with state.without_memory(), without_refused(state):  # of others a trial knows that they do not fit, not why
+        wait, preempts = _tried(state, profile, ask, now)
+        changes = () if wait is None else _changes(state, profile, ask, wait, now)
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
     return SchedulerExplanation(
         job=ask.id,
@@ -144,13 +143,11 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Sche
 
 def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[PreemptedJob, ...]]:
     """The verdict of an unbounded pass on a job (None = it starts), and whom the pass would stop for it."""
-    cut_short = state.memory.cut_short
     with state.txn() as txn:
         # Without a reason yet, the job gets the verdict of its line even when an equal job is before it.
-        state.put(txn, JobRow(ask=ask))
-        unbounded = replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000)
+        state.put(txn, LiveJob(ask=ask))
+        unbounded = replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000, vain_max=1_000_000)
         decisions = decide(state, unbounded, now, until=ask.id)
-    state.memory.cut_short = cut_short  # how far the real passes have come
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()
     wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)
@@ -173,7 +170,7 @@ def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int
 
     jobs = gpus = 0
     with state.txn() as txn:
-        state.put(txn, JobRow(ask=ask))
+        state.put(txn, LiveJob(ask=ask))
         mine = place((ask.queued_at, ask.id))
         for key, line in state.lines.items():
             if key.queue == ask.queue:
@@ -185,9 +182,11 @@ def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int
 
 def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[StartOffer, ...]:
     """Single changes after which a full pass starts the job; each was tried."""
+    if wait.reason is Reason.DEPENDENCY:
+        return ()
 
     def starts(shape: Shape) -> bool:
-        return _tried(state, profile, replace(ask, shape=shape), now)[0] is None
+        return _tried(state, profile, replace(ask, shape=shape, choices=()), now)[0] is None
 
     found: list[StartOffer] = []
     if wait.reason not in (Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.QUEUE_CLOSED):
@@ -239,6 +238,7 @@ def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> lis
                     "change": {"set": "priority", "value": priority},
                     "text": f"priority {priority} instead of {ask.priority}",
                     "cost": f"preempts {names} first" if stopped else "jobs of lower priority wait longer",
+                    "victims": [str(one["job"]) for one in stopped],
                 }
             ]
     return []

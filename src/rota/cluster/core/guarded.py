@@ -12,7 +12,8 @@ from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import decide
 from rota.cluster.core.jobs import Allocation, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, WaitOn
-from rota.cluster.core.state import InvariantBroken, State, Txn
+from rota.cluster.core.state import InvariantBroken, State
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
@@ -39,7 +40,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
             except InvariantBroken as error:
                 if error.job is None:
                     raise
-                decisions, wrong = [], {error.job: str(error)}
+                decisions, wrong = [], {error.job: error.text}
             if not wrong:
                 waits = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.") for job, why in refused.items()}
                 new = [job for job in waits if not state.jobs[job].has_reason(Reason.INTERNAL)]
@@ -47,7 +48,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
             refused |= wrong
             for job in wrong:
                 state.put(txn, replace(state.jobs[job], phase="paused"))
-    raise InvariantBroken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
+    raise state.broken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def refusals(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
         for one in decisions:
             if isinstance(one, Admit):
                 broken = [text for slot in one.held if (text := _not_free(state, txn, slot))]
-                if len(one.held) < (asked := len(state.jobs[one.job].ask.shape.slots)):
+                if len(one.held) < (asked := len(state.jobs[one.job].ask.having(one.choice).shape.slots)):
                     broken.append(f"it would start with {len(one.held)} of {asked} slots")
                 if broken:
                     found[one.job] = broken[0]
@@ -161,4 +162,4 @@ def violations(state: State) -> list[str]:
 def check(state: State) -> None:
     """Raise InvariantBroken if any rule is broken."""
     if broken := violations(state):
-        raise InvariantBroken("; ".join(broken[:10]))
+        raise state.broken("; ".join(broken[:10]))

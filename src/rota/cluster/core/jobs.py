@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from rota.spec.gang import CellLevel, GangRequest
 from rota.spec.ids import GangId, JobId, NodeId
+from rota.spec.job import JobSpec, RoleStart
 from rota.spec.queue import DEFAULT_QUEUE
 from rota.spec.reasons import Reason
 from rota.spec.resources import types_of
@@ -145,6 +146,15 @@ def _joined(slots: Sequence[Slot]) -> Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the shapes that a job may have: seconds a step as predicted (0 = unknown), and what it is in its roles."""
+
+    shape: Shape
+    step_s: float = 0.0
+    starts: tuple[RoleStart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobAsk:
     """One job as the scheduler knows it from its submission; sizes in ``shape``, times in seconds.
 
@@ -161,6 +171,8 @@ class JobAsk:
     grace_s: float = 30.0
     preemptible: bool = True
     not_before: float = 0.0
+    after: tuple[JobId, ...] = ()
+    """Jobs that must end before it may start; those that have are left out."""
     avoid: tuple[NodeId, ...] = ()
     """Nodes that it must not be on."""
     data: tuple[str, ...] = ()
@@ -176,6 +188,17 @@ class JobAsk:
     slots_max: int = 0
     """With equal slots: how many of them it can use at most, while no other job waits for them; 0 = those it asks."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    choices: tuple[Choice, ...] = ()
+    """Shapes of which one is chosen at the start; the first, which fits wherever one of them fits, is ``shape``."""
+    chosen: Choice | None = None
+    """That which the job has, while it runs with another one than the first."""
+
+    def having(self, choice: Choice | None) -> JobAsk:
+        """The same with the shape of a choice; None: as it waits."""
+        if choice is None and self.chosen is None:
+            return self
+        shape = self.choices[0].shape if choice is None else choice.shape
+        return replace(self, shape=shape, chosen=choice)
 
     @property
     def key(self) -> tuple[JobId, GangId | None]:
@@ -232,6 +255,27 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
     )
 
 
+DATA_LABEL = "rota.data"
+"""Job label: the data sets that the job reads, with commas between them."""
+
+
+def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
+    """What the scheduler needs to know of a job; opportunistic work always gives way, that of priority 100 never."""
+    labels = dict(spec.labels)
+    return JobAsk(
+        id=job,
+        shape=compile_shape(requests),
+        queue=spec.queue,
+        user=user,
+        priority=spec.priority,
+        queued_at=queued_at,
+        est_s=spec.time_limit_s,
+        grace_s=spec.grace_s,
+        preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
+        data=tuple(name for part in labels.get(DATA_LABEL, "").split(",") if (name := part.strip())),
+    )
+
+
 Phase = Literal["queued", "running", "stopping", "paused"]
 
 
@@ -265,7 +309,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
+class LiveJob:
     """One live job: what it asks, what it holds, why it waits. ``held`` is empty exactly while it holds nothing."""
 
     ask: JobAsk
@@ -290,8 +334,8 @@ class JobRow:
 
     @property
     def begins_at(self) -> float:
-        """When it may start at the earliest."""
-        return max(self.ask.not_before, self.back_at)
+        """When it may start at the earliest; infinite while it waits for other jobs to end."""
+        return math.inf if self.ask.after else max(self.ask.not_before, self.back_at)
 
     def has_reason(self, reason: Reason) -> bool:
         """Whether this is the last reason that the job was given."""
@@ -305,20 +349,22 @@ class JobRow:
 class LineKey(NamedTuple):
     """Waiting jobs with equal keys form one line: what holds for the first of them holds for all.
 
-    ``after`` is the time before which none of them may start, 0 for most.
+    ``begins_at`` is the time before which none of them may start, 0 for most, infinite for those that wait for others.
     """
 
     queue: str
     priority: int
     user: str
-    after: float
+    begins_at: float
     preemptible: bool
     shape: Shape
     avoid: tuple[NodeId, ...] = ()
     failover: bool = False
+    part_of: JobId | None = None
+    """The job of a part that it can do without: such parts wait for what they wait for, not for other jobs."""
 
 
-def line_key(row: JobRow) -> LineKey:
+def line_key(row: LiveJob) -> LineKey:
     """The line in which a job waits."""
     ask = row.ask
     return LineKey(
@@ -330,12 +376,13 @@ def line_key(row: JobRow) -> LineKey:
         ask.shape,
         ask.avoid,
         ask.failover,
+        ask.part_of if ask.spare else None,
     )
 
 
 def place_key(key: LineKey) -> LineKey:
     """The same without what has no say in where a job fits: whose it is, when, and how urgent."""
-    return key._replace(queue="", priority=min(key.priority, 0), user="", after=0.0, preemptible=True)
+    return key._replace(queue="", priority=min(key.priority, 0), user="", begins_at=0.0, preemptible=True, part_of=None)
 
 
 def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Allocation:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.jobs import Allocation, Allocations, Shape, Slot, asked
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.spec.gang import CellLevel
 
 TRIES_MAX = 20_000

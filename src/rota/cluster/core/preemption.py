@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 
-from rota.cluster.core.jobs import Allocation, Allocations, JobRow, LineKey, Shape, Slot, line_key, place_key
+from rota.cluster.core.jobs import Allocation, Allocations, LineKey, LiveJob, Shape, Slot, line_key, place_key
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.profile import Placer, Victim
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.promises import promise_level
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
@@ -31,12 +33,27 @@ def lost_gpu_s(state: State, job: JobId, now: float, restart_s: float = 0.0) -> 
     return lost
 
 
+def lower_in_queue(state: State, row: LiveJob, now: float) -> list[LiveJob]:
+    """Jobs of lower priority that run in the queue of a job and may be stopped: the lowest and cheapest first."""
+    rows = [
+        state.jobs[job]
+        for (queue, priority), jobs in state.running.items()
+        if queue == row.ask.queue and priority < row.ask.priority
+        for job in jobs
+    ]
+    able = [other for other in rows if other.ask.may_stop]
+    able.sort(
+        key=lambda r: (r.ask.priority, not r.ask.spare, lost_gpu_s(state, r.ask.id, now), -r.started_at, r.ask.id)
+    )
+    return able
+
+
 def choose_victims(
     state: State,
     txn: Txn,
-    row: JobRow,
+    row: LiveJob,
     placer: Placer,
-    candidates: Sequence[tuple[JobRow, Reason]],
+    candidates: Sequence[tuple[LiveJob, Reason]],
     now: float,
     *,
     restart_s: float = 60.0,
@@ -62,15 +79,20 @@ def choose_victims(
     return tuple(Victim(job=job, reason=reasons[job], lost_gpu_s=cost[job]) for job in chosen)
 
 
-def _place_without(state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]) -> Allocations | None:
+def _place_without(state: State, txn: Txn, row: LiveJob, placer: Placer, jobs: Sequence[JobId]) -> Allocations | None:
     if state.parts:
         jobs = list(dict.fromkeys(one for job in jobs for one in state.whole(job)))
+    over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
     with txn.trial():
         state.lift(txn, jobs)
+        for job in jobs if over else ():
+            state.charge(txn, state.jobs[job], -1)
+        if over and state.over_limit(row.ask.queue, row.ask.user, row.ask.shape):
+            return None
         return placer.place(state, txn, row)
 
 
-def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
+def enough_of(state: State, txn: Txn, row: LiveJob, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
     """The first of these whose release lets the job be placed, without those that are superfluous, or None."""
     found = _least_prefix(state, txn, row, placer, order)
     if found is None:
@@ -93,7 +115,7 @@ def _nodes_of(state: State, job: JobId) -> list[int]:
 
 
 def _least_prefix(
-    state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
+    state: State, txn: Txn, row: LiveJob, placer: Placer, order: Sequence[JobId]
 ) -> tuple[int, Allocations] | None:
     """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
     low = high = RoomBound(state, row.ask.shape).too_few(order) + 1
@@ -113,7 +135,7 @@ def _least_prefix(
 def _cheapest(
     state: State,
     txn: Txn,
-    row: JobRow,
+    row: LiveJob,
     placer: Placer,
     order: Sequence[JobId],
     cost: dict[JobId, float],
@@ -145,13 +167,14 @@ def _cheapest(
 def make_room(
     state: State,
     txn: Txn,
-    row: JobRow,
+    row: LiveJob,
     placer: Placer,
-    candidates: Iterable[JobRow],
-    allowed: Callable[[Sequence[JobRow]], bool],
+    candidates: Iterable[LiveJob],
+    allowed: Callable[[Sequence[LiveJob]], bool],
     reason: Reason,
     now: float,
     *,
+    may_stop: Callable[[LiveJob], bool] | None = lambda _: True,
     victims_max: int = 100,
 ) -> tuple[Victim, ...] | None:
     """Stop candidates one by one until the job fits and the rest is ``allowed``; who fits elsewhere is only moved.
@@ -159,11 +182,22 @@ def make_room(
     After each one more the job is placed and then the stopped ones are placed again in the same order, where they
     were if possible. A job that lies as before is not a victim; one that lies elsewhere is a victim that may continue
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
-    taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was.
+    taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was. Who ``may_stop``
+    is False for is never allowed to, whoever else stops, nor is any without it: moves alone free no more devices.
     """
-    pool = list(islice(candidates, victims_max))
+    missing, pool = missing_milli(state, row.ask.shape), list[LiveJob]()
+    if missing > 0 and may_stop is None:
+        return None
+    enough = 0 if missing <= 0 else None
+    for other in islice(candidates, victims_max):
+        pool.append(other)
+        if enough is None and may_stop is not None and may_stop(other):
+            missing -= sum(len(held.devices) * (held.milli or 1000) for held in other.held)
+            enough = len(pool) if missing <= 0 else None
+    if enough is None:
+        return None
     least = _least_prefix(state, txn, row, placer, [other.ask.id for other in pool])
-    for count in range(least[0], len(pool) + 1) if least is not None else ():
+    for count in range(max(least[0], enough), len(pool) + 1) if least is not None else ():
         taken = pool[:count]
         places = _refit(state, txn, row, placer, taken)
         if places is not None and allowed([r for r in taken if r.ask.id not in places]):
@@ -185,13 +219,19 @@ def make_room(
     return None
 
 
+def missing_milli(state: State, shape: Shape) -> int:
+    """Thousandths of devices that a shape asks beyond those that are free now: moving jobs leaves this as it is."""
+    able = (state.dev_health == 0) & state.usable[state.dev_node]
+    return shape.gpu_milli - int(state.dev_milli[able].sum())
+
+
 def refit(
     state: State,
     txn: Txn,
-    row: JobRow,
+    row: LiveJob,
     placer: Placer,
-    taken: Sequence[JobRow],
-    again: Callable[[JobRow], Allocations | None],
+    taken: Sequence[LiveJob],
+    again: Callable[[LiveJob], Allocations | None],
 ) -> tuple[Allocations, dict[JobId, Allocations]] | None:
     """In a trial: the place of the job with the taken released, and where ``again`` then puts each of those.
 
@@ -213,16 +253,34 @@ def refit(
 
 
 def _refit(
-    state: State, txn: Txn, row: JobRow, placer: Placer, taken: Sequence[JobRow]
+    state: State, txn: Txn, row: LiveJob, placer: Placer, taken: Sequence[LiveJob]
 ) -> dict[JobId, Allocations] | None:
-    """Where each of the taken would lie again, where it was if possible; None if the job has no place."""
+    """Where each of the taken would lie again, where it was if possible; None if the job has no place.
 
-    def again(other: JobRow) -> Allocations | None:
-        return other.held if _is_free(state, other.held) else placer.place(state, txn, other)
-
+    One that would pass a limit together with the job lies nowhere.
+    """
+    places: dict[JobId, Allocations] = {}
     with txn.trial():
-        found = refit(state, txn, row, placer, taken, again)
-    return None if found is None else found[1]
+        for other in taken:
+            take_all(state, txn, other.held, -1)
+            state.charge(txn, other, -1)
+            for book in state.books:
+                book.release(txn, state, other)
+        over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
+        held = None if over else placer.place(state, txn, row)
+        if held is None:
+            return None
+        take_all(state, txn, held)
+        state.charge(txn, row, 1)
+        for other in taken:
+            if state.over_limit(other.ask.queue, other.ask.user, other.ask.shape):
+                continue
+            to = other.held if _is_free(state, other.held) else placer.place(state, txn, other)
+            if to is not None:
+                take_all(state, txn, to)
+                state.charge(txn, other, 1)
+                places[other.ask.id] = to
+    return places
 
 
 def _nodes(held: Sequence[Allocation]) -> list[int]:
@@ -254,9 +312,12 @@ class BackfillReservation:
     job: JobId
     at: float
     held: Allocations
+    queue: str = ""
+    level: int = 0
+    """Which promise covers the job."""
 
 
-def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> BackfillReservation | None:
+def earliest_start(state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> BackfillReservation | None:
     """When the job fits, if running jobs end as estimated, and where; None if the estimates do not say it.
 
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
@@ -285,33 +346,35 @@ class BackfillReservations:
 
     def __init__(self, state: State, txn: Txn, placer: Placer, now: float) -> None:
         self._state, self._txn, self._placer, self._now = state, txn, placer, now
-        self._first: dict[str, JobRow | None] = {}
+        self._first: dict[str, LiveJob | None] = {}
         self._made: list[BackfillReservation] = []
 
-    def owe(self, row: JobRow) -> None:
+    def owe(self, row: LiveJob) -> None:
         """The job was blocked when its turn came; of its queue only the first one counts."""
         self._first.setdefault(row.ask.queue, row)
 
-    def make(self, aside: Callable[[JobRow], AbstractContextManager[object]]) -> list[JobRow]:
-        """Find the times that are owed, each with what the job may not use ``aside``; who has none is returned."""
+    def make(self, excluding: Callable[[LiveJob], AbstractContextManager[object]]) -> None:
+        """Find the times that are owed, each with what the job may not use ``excluding``."""
         found: dict[LineKey, BackfillReservation | None] = {}
-        unknown: list[JobRow] = []
         for queue, row in self._first.items():
             if row is not None:
                 self._first[queue] = None
                 key = place_key(line_key(row))
                 if key not in found:
-                    with aside(row):
+                    with excluding(row):
                         found[key] = earliest_start(self._state, self._txn, row, self._placer, self._now)
                 if (reservation := found[key]) is not None:
-                    self._made.append(replace(reservation, job=row.ask.id))
-                else:
-                    unknown.append(row)
-        return unknown
+                    level = promise_level(self._state, row)
+                    self._made.append(replace(reservation, job=row.ask.id, queue=queue, level=level))
 
-    def outlived_by(self, row: JobRow) -> list[BackfillReservation]:
-        """Those in the time of which the job would still run if it started now, or might."""
-        return [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
+    def outlived_by(self, row: LiveJob) -> list[BackfillReservation]:
+        """Those in the time of which the job would still run if it started now, or might.
+
+        A job that a promise to its queue covers is bound by those of its own queue alone.
+        """
+        late = [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
+        level = promise_level(self._state, row) if late else 0
+        return [one for one in late if one.queue == row.ask.queue or one.level < level or one.level == level > 0]
 
 
 class RoomBound:
@@ -321,8 +384,7 @@ class RoomBound:
         self._state = state
         self._slot = shape.slots[0] if shape.uniform and shape.slots[0].gpus else None
         if self._slot is None:
-            able = (state.dev_health == 0) & state.usable[state.dev_node]
-            self._missing = shape.gpu_milli - int(state.dev_milli[able].sum())
+            self._missing = missing_milli(state, shape)
         else:
             self._missing = len(shape.slots) - int(slots_that_fit(state, self._slot, state.usable).sum())
 

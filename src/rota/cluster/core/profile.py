@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rota.cluster.core.jobs import Allocations, JobRow, Wait
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.jobs import Allocations, Choice, LiveJob, Wait
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Start a job on exactly these devices. ``why`` has the numbers behind the choice."""
+    """Start a job on exactly these devices, as one of its choices. ``why`` has the numbers behind the decision."""
 
     job: JobId
     held: Allocations
+    choice: Choice | None = None
     why: dict[str, object] = field(default_factory=dict[str, object])
 
 
@@ -77,7 +80,7 @@ class QueueOrder(Protocol):
         """True when jobs of one line differ in rank."""
         ...
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         """The rank of a waiting job."""
         ...
 
@@ -85,15 +88,19 @@ class QueueOrder(Protocol):
 class Division(Protocol):
     """Whose share it is."""
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         """Why the queue of a job may not start it now, or None."""
         ...
+
+
+Objective = Literal["finish", "goodput"]
+"""What a shape is chosen by: the least time of the job, or the least device-seconds of a step."""
 
 
 class Placer(Protocol):
     """Where a job goes."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         """A holding for every slot, or None; the state is as before either way."""
         ...
 
@@ -111,7 +118,7 @@ class Victim:
 class Victims(Protocol):
     """Whom to stop so that a job fits."""
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         """A set that makes room, smallest cost first found, or None; the state is as before either way.
 
         Jobs that are stopping have let go in the state that it sees.
@@ -130,11 +137,11 @@ class SharedDevices(Protocol):
         """Who gets its devices whole again, and who is stopped because sharing them does not pay."""
         ...
 
-    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, Allocations]:
+    def give_back(self, state: State, txn: Txn, row: LiveJob, placer: Placer) -> dict[JobId, Allocations]:
         """What jobs keep that give lent slots back so that a waiting one fits; empty if it would not fit."""
         ...
 
-    def join(self, state: State, row: JobRow) -> tuple[JobId, Allocations, Allocations] | None:
+    def join(self, state: State, row: LiveJob) -> tuple[JobId, Allocations, Allocations] | None:
         """A running job with which a waiting one can share all devices, and what both hold then."""
         ...
 
@@ -152,13 +159,15 @@ class Profile:
     division: Division
     placer: Placer
     victims: Victims | None = None
-    stops: Callable[[State, JobRow], bool] | None = None
+    stops: Callable[[State, LiveJob], bool] | None = None
     """A cheap test before ``victims``: False where no job could be stopped for this one, whatever else is released."""
     block: Literal["none", "queue", "reserve"] = "none"
     candidates_max: int = 200
     """Different kinds of request tried in one pass; equal ones share a verdict."""
     victim_sets_max: int = 1000
     """Jobs for which others are stopped in one pass; the next pass, at once, continues."""
+    vain_max: int = 1000
+    """Jobs for which a pass finds that stopping others does not help; the next pass, at once, continues after them."""
     spares: int = 0
     """Nodes kept free for jobs that lose some; opportunistic work may use them meanwhile."""
     grace_max_s: float = 300.0
@@ -166,12 +175,16 @@ class Profile:
     """How long a job that was preempted waits at least before it is tried again."""
     local: bool = False
     """What a guaranteed job may get depends on its own queue alone."""
-    starve_s: float = 3600.0
-    """Under ``reserve``: a job that waited this long and has no known start holds up what is behind it."""
+    starve_s: float = math.inf
+    """Age bound: for the first job of a queue that waited this long others of no higher priority keep devices free."""
+    promises: bool = False
+    """Whether a promise to a queue comes before the age bound."""
     prepare: Callable[[State], None] | None = None
     """Called before every pass, for policies that keep books of their own."""
     round_s: float = 0.0
     """With it a pass is made at every multiple as long as jobs wait beside running ones."""
+    objective: Objective = "goodput"
+    """What decides among the shapes that a job may have."""
     sharing: SharedDevices | None = None
     """In simulations alone: the runtime gives a device to one job, and a running job asks for more by itself."""
     starts: bool = True

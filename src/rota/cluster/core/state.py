@@ -4,189 +4,45 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.capacity import Cells, OverLimit, QueueTree, Vector, forest_of, in_cell_order
-from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, JobRow, LineKey, Shape, line_key
+from rota.cluster.core.capacity import Cells, OverLimit, QueueTable, Vector, forest_of, in_cell_order
+from rota.cluster.core.jobs import Allocation, Allocations, Choice, JobAsk, LineKey, LiveJob, Shape, line_key
+from rota.cluster.core.txn import Txn
+from rota.cluster.core.verdicts import VerdictCache
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
-from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node, types_of
 
-# -- transactions --
-
-
-_ABSENT = object()
-_INDEXED: Any = (np.ndarray, list)
-K = TypeVar("K")
-V = TypeVar("V")
-Index = int | slice | tuple[int, int]
-Value = int | NDArray[np.integer]
-
-
-class _Scope:
-    """A nested scope of a Txn; a class of its own because a generator costs three times as much."""
-
-    __slots__ = ("_mark", "_outer", "_txn")
-
-    def __init__(self, txn: Txn) -> None:
-        self._txn = txn
-
-    def __enter__(self) -> Txn:
-        txn = self._txn
-        self._mark, self._outer = txn.changes, txn.kept
-        txn.kept = False
-        return txn
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        txn = self._txn
-        if kind is not None or not txn.kept:
-            txn.undo(self._mark)
-        txn.kept = self._outer
-
-
-class Txn:
-    """An undo log over arrays and mappings: every write records what it replaced.
-
-    Only a Txn writes to a scheduling state. ``trial`` opens a nested scope that is undone unless ``keep`` was called in
-    it, also when an exception leaves it. Undo is exact: every array element and mapping entry gets its old value back.
-    A mapping may come back in another order, so nothing may depend on the order of a mapping.
-    """
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[Any, Any, Any]] = []
-        self.kept = False
-        self.notes: dict[tuple[object, ...], object] = {}
-        """What was worked out and stays true until the Txn ends."""
-
-    def set(self, array: NDArray[np.generic], index: Index, value: Value) -> None:
-        """``array[index] = value``; ``index`` may be anything numpy accepts."""
-        old: Any = array[index]
-        # A slice or index list gives an array (a view for a slice), so it is copied; one element gives a scalar.
-        self._undo.append((array, index, old.copy() if isinstance(old, _INDEXED) else old))
-        array[index] = value
-
-    def set_item(self, items: list[V], index: int, value: V) -> None:
-        """``items[index] = value`` for a plain list."""
-        self._undo.append((items, index, items[index]))
-        items[index] = value
-
-    def add(self, array: NDArray[np.integer], index: int | tuple[int, int], delta: int) -> None:
-        """``array[index] += delta`` for an index without repeated elements."""
-        self.set(array, index, array[index] + delta)
-
-    def put(self, mapping: MutableMapping[K, V], key: K, value: V) -> None:
-        """``mapping[key] = value``."""
-        self._undo.append((mapping, key, mapping.get(key, _ABSENT)))
-        mapping[key] = value
-
-    def drop(self, mapping: MutableMapping[K, V], key: K) -> None:
-        """Remove a key that must be there. Raises KeyError."""
-        self._undo.append((mapping, key, mapping.pop(key)))
-
-    def did(self, undo: Callable[[], object]) -> None:
-        """Record a change made elsewhere, with what takes it back."""
-        self._undo.append((undo, None, None))
-
-    def keep(self) -> None:
-        """Keep the changes of the innermost open scope when it closes."""
-        self.kept = True
-
-    def trial(self) -> _Scope:
-        """A nested scope, undone at its end unless ``keep`` was called in it."""
-        return _Scope(self)
-
-    @property
-    def changes(self) -> int:
-        """How many writes can be undone; also a mark for ``undo``."""
-        return len(self._undo)
-
-    def undo(self, mark: int = 0) -> None:
-        """Take back, newest first, every write after ``mark``."""
-        while len(self._undo) > mark:
-            target, key, old = self._undo.pop()
-            if isinstance(target, _INDEXED):
-                target[key] = old
-            elif callable(target):
-                target()
-            elif old is _ABSENT:
-                del target[key]
-            else:
-                target[key] = old
-
-
-# -- verdicts --
-
-
-VERDICTS_MAX = 50_000
-"""Forgotten then, all at once: each is reached again when its line is tried."""
-
-
-class VerdictCache:
-    """Verdicts of "no" that hold as long as nothing was given back since they were reached.
-
-    For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
-    given back. A verdict is good on every continuation of the takings under which it was reached; the numbers behind it
-    are not, so only the reason is kept.
-    """
-
-    def __init__(self) -> None:
-        self._takings: dict[str, tuple[int, list[int]]] = {}
-        self._verdicts: dict[tuple[str, LineKey], tuple[int, int, int, Reason]] = {}
-        self._count = 0
-        self.cut_short = 0
-        """Passes in a row that had tried enough before all were tried; each of them tries twice as many as the last."""
-
-    def took(self, txn: Txn, row: JobRow) -> None:
-        """A job was given devices."""
-        for name in ("", row.ask.queue):
-            _, steps = self._of(name)
-            steps.append(hash((steps[-1] if steps else 0, row.ask.id, row.held)))
-            txn.did(steps.pop)
-
-    def gave(self, txn: Txn, queue: str | None) -> None:
-        """Devices of a queue, or anything at all (None), came back."""
-        self._count += 1
-        for name in ("", queue) if queue is not None else tuple(self._takings):
-            txn.put(self._takings, name, (self._count, []))
-
-    def _of(self, name: str) -> tuple[int, list[int]]:
-        return self._takings.setdefault(name, (0, []))
-
-    def learn(self, profile: str, key: LineKey, reason: Reason, *, local: bool) -> None:
-        """Remember why a line could not start."""
-        if len(self._verdicts) >= VERDICTS_MAX:
-            self._verdicts.clear()
-        epoch, steps = self._of(key.queue if local else "")
-        self._verdicts[profile, key] = (epoch, len(steps), steps[-1] if steps else 0, reason)
-
-    def recall(self, profile: str, key: LineKey, *, local: bool) -> Reason | None:
-        """Why a line could not start, if that still holds. With ``local`` only its own queue matters."""
-        known = self._verdicts.get((profile, key))
-        if known is None:
-            return None
-        now, steps = self._of(key.queue if local else "")
-        epoch, length, last, reason = known
-        holds = epoch == now and len(steps) >= length and (length == 0 or steps[length - 1] == last)
-        return reason if holds else None
-
-
-# -- state --
+EVENTS_KEPT = 200
+"""Events that a state remembers for the message of an internal error."""
+EVENTS_SHOWN = 10
+STEPS_KEPT = 10_000
+"""Changes of ``ranked`` that are remembered."""
 
 
 class InvariantBroken(AssertionError):
-    """A bug of the scheduler: the message names the rule and the numbers; ``job`` is that at which it was met."""
+    """A bug of the scheduler: the message names the rule and the numbers; ``job`` is that at which it was met.
 
-    def __init__(self, text: str, job: JobId | None = None) -> None:
+    ``events`` are the last of that job, or of all, in order.
+    """
+
+    def __init__(self, text: str, job: JobId | None = None, events: tuple[str, ...] = ()) -> None:
         super().__init__(text)
-        self.job = job
+        self.text, self.job, self.events = text, job, events
+
+    def __str__(self) -> str:
+        last = "last events" if self.job is None else "last events of the job"
+        return f"{self.text}; {last}: {', '.join(self.events)}" if self.events else self.text
 
 
 HEALTH_ROW: dict[Health, int] = {health: i for i, health in enumerate(Health)}
@@ -203,15 +59,15 @@ DATA_MAX = 8
 class PolicyBook(Protocol):
     """What a policy keeps beside the state, in step with who holds what."""
 
-    def hold(self, txn: Txn, state: State, row: JobRow) -> None:
+    def hold(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job was given ``row.held``."""
         ...
 
-    def release(self, txn: Txn, state: State, row: JobRow) -> None:
+    def release(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job gave ``row.held`` back."""
         ...
 
-    def reserve(self, txn: Txn, state: State, row: JobRow) -> None:
+    def reserve(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job waits for devices that others are giving back: no other job may be promised them."""
         ...
 
@@ -232,19 +88,26 @@ class _StateScope:
         return self._scope.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._state.open_txn = self._outer
+        state, outermost = self._state, self._outer is None
+        state.open_txn = self._outer
+        state.version += outermost and kind is None and self._scope.kept
         self._scope.__exit__(kind, error, trace)
 
 
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
-    ``lines`` has who waits by kind of request, ``asking`` by queue, highest priority and longest queued first.
-    ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
-    ``parts`` what jobs hold or ask for beside their admission,
+    ``lines`` has who waits by kind of request, ``waiting`` by queue, highest priority and longest queued first.
+    ``started`` has who was started by the pass that is made, ``running`` who runs by queue and
+    priority, ``ranked`` by queue in its order who runs, or has claimed what others give back, opportunistic work aside
+    (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone;
+    ``rank_steps``: by change the one before it of that queue, and who came or left), ``ends`` the expected ends of who
+    holds devices, soonest first, ``parts`` what jobs hold or ask for beside their admission,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
     ``used_by`` what users hold in queues that limit them, ``shrunk`` the nodes that came back with fewer cores or less
-    memory than their jobs hold.
+    memory than their jobs hold. ``events`` has the time, the job or node, and the name of the last events,
+    ``happened`` how many there were beside decisions,
+    ``version`` how many transactions were kept.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -257,19 +120,31 @@ class State:
         self.types: tuple[str, ...] = tuple(dict.fromkeys(d.type for node in self.nodes for d in node.devices)) or ("",)
         self._type_rows: dict[str | None, list[int]] = {}
         self.cells = Cells(forest_of(self.nodes))
-        self.queues = QueueTree(queues, self.types)
-        self.jobs: dict[JobId, JobRow] = {}
+        self.queues = QueueTable(queues, self.types)
+        self.jobs: dict[JobId, LiveJob] = {}
         self.lines: dict[LineKey, list[tuple[float, JobId]]] = {}
-        self.asking: dict[str, list[tuple[int, float, JobId]]] = {}
-        self.fresh: dict[JobId, None] = {}
+        self.waiting: dict[str, list[tuple[int, float, JobId]]] = {}
+        self.arrivals: dict[JobId, None] = {}
         self.stopping: dict[JobId, None] = {}
+        self.started: dict[JobId, None] = {}
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
+        self.ranked: dict[str, list[QueueEntry]] = {}
+        self.ranked_at: dict[str, int] = {}
+        self.rank_steps: dict[int, tuple[int, QueueEntry, bool]] = {}
+        self._changes = 0
+        self.empty_fits: dict[tuple[int, LineKey], bool] = {}
+        self.promised: dict[tuple[str, QueueEntry, Shape], tuple[int, int]] = {}
+        self.leaf_uses: dict[tuple[str, int], LeafUse] = {}
+        self.next_level: dict[str, tuple[int, JobAsk, int]] = {}
+        self.beyond: dict[tuple[str, int], set[JobId]] = {}
         self.ends: list[tuple[float, JobId]] = []
         self.parts: dict[JobId, dict[JobId, None]] = {}
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
         self.books: list[PolicyBook] = []
         self.memory = VerdictCache()
+        self.events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
+        self.happened = 0
         self.version = 0
         self.marks = 0
         self.open_txn: Txn | None = None
@@ -305,6 +180,20 @@ class State:
     def arrays(self) -> tuple[NDArray[np.integer], ...]:
         """Everything that a Txn may change, the mapping of jobs aside."""
         return (self.free, self.cpu, self.mem, self.node_health, self.dev_milli, self.dev_health, self.used)
+
+    def broken(self, text: str, job: JobId | None = None) -> InvariantBroken:
+        """The error of a bug that was met, with the last events of the job, or of all."""
+        of_job = [one for one in self.events if job in (None, one[1])][-EVENTS_SHOWN:]
+        return InvariantBroken(text, job, tuple(f"{name} {what} at {at:g}" for at, what, name in of_job))
+
+    @contextmanager
+    def without_memory(self) -> Generator[None]:
+        """Passes made meanwhile recall no verdict of others, and leave none."""
+        memory, self.memory = self.memory, VerdictCache()
+        try:
+            yield
+        finally:
+            self.memory = memory
 
     def digest(self) -> str:
         """A hash of everything that decisions depend on; equal states have equal digests."""
@@ -371,21 +260,21 @@ class State:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def put(self, txn: Txn, row: JobRow) -> None:
+    def put(self, txn: Txn, row: LiveJob) -> None:
         """Set the row of a job, and keep the lines of waiting jobs in step; what it holds must not change by this."""
         job = row.ask.id
         old = self.jobs.get(job)
         txn.put(self.jobs, job, row)
         self._index(txn, job, old, row)
 
-    def _index(self, txn: Txn, job: JobId, old: JobRow | None, new: JobRow | None) -> None:
+    def _index(self, txn: Txn, job: JobId, old: LiveJob | None, new: LiveJob | None) -> None:
         waited = old if old is not None and old.phase == "queued" else None
         waits = new if new is not None and new.phase == "queued" else None
         if waited is None or waits is None or waited.ask is not waits.ask or waited.back_at != waits.back_at:
             if waited is not None:
-                self._leave(txn, line_key(waited), (waited.ask.queued_at, job))
+                self._leave(txn, self.line_of(waited), (waited.ask.queued_at, job))
             if waits is not None:
-                self._join(txn, line_key(waits), (waits.ask.queued_at, job))
+                self._join(txn, self.line_of(waits), (waits.ask.queued_at, job))
         if (was := _end_of(old)) != (ends := _end_of(new)):
             if was is not None:
                 self._unlist_end(was)
@@ -398,18 +287,55 @@ class State:
                 txn.drop(self.running[ran], job)
             if runs is not None:
                 txn.put(self.running.setdefault(runs, {}), job, None)
+        if (before := _ranked_of(old)) != (after := _ranked_of(new)):
+            if before is not None:
+                self.unrank(txn, *before)
+            if after is not None:
+                self.rank(txn, *after)
         if old is None and new is not None and new.ask.part_of is not None:
             txn.put(self.parts.setdefault(new.ask.part_of, {}), job, None)
         elif new is None and old is not None and old.ask.part_of is not None:
             txn.drop(self.parts[old.ask.part_of], job)
         for index, member in (
-            (self.fresh, waits is not None and waits.wait is None),
+            (self.arrivals, waits is not None and waits.wait is None),
             (self.stopping, new is not None and new.phase == "stopping"),
         ):
             if member and job not in index:
                 txn.put(index, job, None)
             elif not member and job in index:
                 txn.drop(index, job)
+
+    def rank(self, txn: Txn, queue: str, entry: QueueEntry) -> None:
+        """Count a job among those that run, or will with what others give back."""
+        self._ranked(txn, queue, entry, True)
+
+    def unrank(self, txn: Txn, queue: str, entry: QueueEntry) -> None:
+        """Count it no longer."""
+        self._ranked(txn, queue, entry, False)
+
+    def _ranked(self, txn: Txn, queue: str, entry: QueueEntry, member: bool) -> None:
+        self._list_rank(queue, entry, member)
+        txn.did(partial(self._list_rank, queue, entry, not member))
+        change = self._changes
+        self._changes += 1
+        if len(self.rank_steps) > STEPS_KEPT:
+            del self.rank_steps[next(iter(self.rank_steps))]
+        self.rank_steps[change] = (self.ranked_at.get(queue, -1), entry, member)
+        for path in {queue, queue.partition("/")[0]}:
+            txn.put(self.ranked_at, path, change)
+
+    def _list_rank(self, queue: str, entry: QueueEntry, member: bool) -> None:
+        entries = self.ranked.setdefault(queue, [])
+        if member:
+            insort(entries, entry)
+        else:
+            del entries[bisect_left(entries, entry)]
+
+    def line_of(self, row: LiveJob) -> LineKey:
+        """The line in which a job waits; users share lines where no queue limits them."""
+        key = line_key(row)
+        limited = any(self.queues.user_limited[queue] for queue in self.queues.line_of(row.ask.queue))
+        return key if limited else key._replace(user="")
 
     def _unlist_end(self, end: tuple[float, JobId]) -> None:
         del self.ends[bisect_left(self.ends, end)]
@@ -424,21 +350,22 @@ class State:
 
     def _into(self, key: LineKey, entry: tuple[float, JobId]) -> None:
         insort(self.lines.setdefault(key, []), entry)
-        insort(self.asking.setdefault(key.queue, []), (-key.priority, *entry))
+        insort(self.waiting.setdefault(key.queue, []), (-key.priority, *entry))
 
     def _out_of(self, key: LineKey, entry: tuple[float, JobId]) -> None:
-        asking = self.asking[key.queue]
+        asking = self.waiting[key.queue]
         del asking[bisect_left(asking, (-key.priority, *entry))]
         if not asking:
-            del self.asking[key.queue]
+            del self.waiting[key.queue]
         line = self.lines[key]
         del line[bisect_left(line, entry)]
         if not line:
             del self.lines[key]
 
-    def hold(self, txn: Txn, job: JobId, held: Allocations, *, now: float) -> None:
-        """Give a job its slots and start it."""
+    def hold(self, txn: Txn, job: JobId, held: Allocations, *, now: float, choice: Choice | None = None) -> None:
+        """Give a job its slots and start it, with one of its choices if it has some."""
         row = self.jobs[job]
+        row = replace(row, ask=row.ask.having(choice))
         for slot in held:
             self.take(txn, slot, 1)
         self.charge(txn, row, 1)
@@ -458,9 +385,9 @@ class State:
         """Take back what a job holds, if anything; it is queued again with its old queue time, and with ``changes``."""
         row = self.jobs[job]
         self._give_back(txn, row)
-        self.put(txn, replace(row, phase="queued", held=(), **changes))
+        self.put(txn, replace(row, ask=row.ask.having(None), phase="queued", held=(), **changes))
 
-    def _give_back(self, txn: Txn, row: JobRow) -> None:
+    def _give_back(self, txn: Txn, row: LiveJob) -> None:
         if row.held:
             for slot in row.held:
                 self.take(txn, slot, -1)
@@ -530,7 +457,7 @@ class State:
         for kind, change in changes.items():
             txn.add(self.free, (held.node, kind), change)
 
-    def charge(self, txn: Txn, row: JobRow, sign: int) -> None:
+    def charge(self, txn: Txn, row: LiveJob, sign: int) -> None:
         """Add (sign 1) what a job asks to the use of its queue and of all above it, or take it off (sign -1)."""
         need = self.queues.need(row.ask.shape)
         for queue in self.queues.line_of(row.ask.queue):
@@ -543,7 +470,7 @@ class State:
         """The first limit that a shape would pass: of the queue or one above it, then of the user there."""
         return self.queues.over_limit(self.used, self.used_by, queue, user, self.queues.need(shape))
 
-    def waiting_jobs(self) -> list[JobRow]:
+    def waiting_jobs(self) -> list[LiveJob]:
         """Jobs that wait for devices, in no order."""
         return [row for row in self.jobs.values() if row.phase == "queued"]
 
@@ -564,7 +491,7 @@ class State:
             return [job]
         return [job, *(part for part in sorted(self.parts[job]) if self.jobs[part].held)]
 
-    def holders(self) -> list[JobRow]:
+    def holders(self) -> list[LiveJob]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
 
@@ -583,23 +510,28 @@ class State:
         new.dev_milli, new.used = self.dev_milli.copy(), self.used.copy()
         new.queues = copy(self.queues)
         new.queues.limit, new.queues.user_limit = self.queues.limit.copy(), self.queues.user_limit.copy()
-        new.jobs, new.fresh, new.stopping = dict(self.jobs), dict(self.fresh), dict(self.stopping)
+        new.jobs, new.arrivals, new.stopping = dict(self.jobs), dict(self.arrivals), dict(self.stopping)
+        new.started = {}
         new.lines = {key: list(line) for key, line in self.lines.items()}
-        new.asking = {queue: list(jobs) for queue, jobs in self.asking.items()}
+        new.waiting = {queue: list(jobs) for queue, jobs in self.waiting.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
         new.parts = {job: dict(parts) for job, parts in self.parts.items()}
+        new.ranked = {queue: list(entries) for queue, entries in self.ranked.items()}
+        new.ranked_at, new.rank_steps, new._changes, new.promised, new.beyond = {}, {}, 0, {}, {}
+        new.empty_fits, new.leaf_uses, new.next_level = {}, {}, {}
         new.used_by = dict(self.used_by)
         new.undone, new.data = dict(self.undone), dict(self.data)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], VerdictCache(), None
+        new.events = self.events.copy()
         return new
 
     def with_cluster(self, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
         """The same jobs on another set of nodes and queues; holdings follow node ids and device indices.
 
-        A slot on a node that is no longer there holds nothing any more.
+        A slot on a node that has left holds nothing.
         """
         new = State(nodes, queues)
-        new.version = self.version + 1
+        new.version, new.events = self.version, self.events.copy()
         new.data = {node: names for node, names in self.data.items() if node in new.node_row}
         with new.txn() as txn:
             for job in sorted(self.jobs):
@@ -608,7 +540,7 @@ class State:
         new.shrunk = frozenset(np.flatnonzero((new.cpu < 0) | (new.mem < 0)).tolist())
         return new
 
-    def adopt(self, txn: Txn, old: State, row: JobRow) -> None:
+    def adopt(self, txn: Txn, old: State, row: LiveJob) -> None:
         """Take over the row of a job from another state of the cluster."""
         held = tuple(moved for slot in row.held if (moved := self._moved(old, slot)) is not None)
         self.put(txn, replace(row, held=()))
@@ -626,11 +558,42 @@ class State:
         return Allocation(node, devices, held.milli, held.cpu_milli, held.mem)
 
 
-def _end_of(row: JobRow | None) -> tuple[float, JobId] | None:
+def _end_of(row: LiveJob | None) -> tuple[float, JobId] | None:
     if row is None or not row.held or (left_s := row.left_s) is None:
         return None
     return (row.started_at + left_s, row.ask.id)
 
 
-def _group_of(row: JobRow | None) -> tuple[str, int] | None:
+QueueEntry = tuple[int, float, JobId]
+"""Place of a job in the order of its queue: minus its priority, when it was queued, its id."""
+
+
+Need = tuple[int, ...]
+"""Thousandths of devices: in all, then, where a type is promised, by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafUse:
+    """Running jobs of a leaf that may be preempted, in order, with what each needs.
+
+    ``before`` has what covered jobs before each use, and at its end what all of them do; ``rest`` those not covered.
+    """
+
+    entries: list[QueueEntry]
+    needs: list[Need]
+    before: list[Need]
+    rest: list[tuple[QueueEntry, Need]]
+
+
+def entry_of(row: LiveJob) -> QueueEntry:
+    """The place of a job in the order of its queue."""
+    return (-row.ask.priority, row.ask.queued_at, row.ask.id)
+
+
+def _ranked_of(row: LiveJob | None) -> tuple[str, QueueEntry] | None:
+    able = row is not None and row.phase == "running" and not row.ask.opportunistic
+    return (row.ask.queue, entry_of(row)) if row is not None and able else None
+
+
+def _group_of(row: LiveJob | None) -> tuple[str, int] | None:
     return (row.ask.queue, row.ask.priority) if row is not None and row.phase == "running" else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
+from operator import itemgetter
+from typing import cast
 from zlib import crc32
 
 import numpy as np
@@ -11,12 +14,15 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.admission import amount, limit_reason
 from rota.cluster.core.capacity import GPU
-from rota.cluster.core.jobs import Allocations, JobRow, Wait
+from rota.cluster.core.jobs import Allocations, LiveJob, Wait
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
-from rota.cluster.core.preemption import enough_of, lost_gpu_s
+from rota.cluster.core.preemption import enough_of, lost_gpu_s, missing_milli
 from rota.cluster.core.profile import Placer, Profile, QueueOrder, Rank, Victim
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
+from rota.spec.resources import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class ByArrival:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         return (-row.ask.priority,)
 
 
@@ -33,7 +39,7 @@ class ByArrival:
 class LimitsOnly:
     """A job may start as long as no queue of its line, and no user in one, passes a limit."""
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
         if over is None:
             return None
@@ -62,16 +68,24 @@ class Fit:
     manner: Manner = "pack"
     close: bool = True
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         prefer = PREFERENCES[self.manner]
         if row.ask.data:
             prefer = near_data(prefer, state.holds_data(row.ask))
         return place(state, txn, row.ask.shape, prefer=prefer, close=self.close)
 
 
+STARVE_S = 4 * 3600.0
+"""Age bound of policies that would let small jobs pass a large one for ever."""
+STARVE_BY_SERVICE_S = 24 * 3600.0
+"""Age bound of policies that put long work behind short work on purpose."""
+
+
 def fifo() -> Profile:
     """Strict order inside a queue: nothing starts before the first of its queue."""
-    return Profile(name="fifo", order=ByArrival(), division=LimitsOnly(), placer=Fit(), block="queue")
+    return Profile(
+        name="fifo", order=ByArrival(), division=LimitsOnly(), placer=Fit(), block="queue", starve_s=STARVE_S
+    )
 
 
 # -- random placement --
@@ -94,7 +108,7 @@ class RandomFit:
 
     seed: int = 0
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         job = mixed(np.array([self.seed % 2**64], dtype=np.uint64)) ^ np.uint64(crc32(row.ask.id.encode()))
         bundle = count()
 
@@ -107,7 +121,9 @@ class RandomFit:
 
 def random() -> Profile:
     """First come, first served; placed at random, by the seed of the run."""
-    return Profile(name="random", order=ByArrival(), division=LimitsOnly(), placer=RandomFit(), block="queue")
+    return Profile(
+        name="random", order=ByArrival(), division=LimitsOnly(), placer=RandomFit(), block="queue", starve_s=STARVE_S
+    )
 
 
 # -- static partitions --
@@ -117,7 +133,7 @@ def random() -> Profile:
 class OwnDevices:
     """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed."""
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         tree = state.queues
         need = tree.need(row.ask.shape)[GPU]
         for queue in tree.line_of(row.ask.queue):
@@ -125,7 +141,7 @@ class OwnDevices:
             if row.ask.opportunistic or (guaranteed and state.used[queue, GPU] + need > guaranteed):
                 return Wait(
                     reason=Reason.GUARANTEE_FULL_NO_BORROW,
-                    text=f"{need / 1000:g} gpus are asked, "
+                    text=f"Needs {counted(need / 1000, 'GPU')}; "
                     f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed ones are in use.",
                     fields={"queue": tree.rows[queue].path},
                 )
@@ -138,7 +154,7 @@ class OwnNodes:
 
     manner: Manner = "pack"
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
         return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine, close=False)
 
@@ -182,9 +198,20 @@ class LeastService:
     threshold_gpu_s: float = 8 * 3600.0
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
         return (served >= self.threshold_gpu_s,)
+
+
+_Entry = tuple[bool, Rank, float, JobId]
+"""Whether its job can do without it, its place, since when it runs, and who."""
+_Ranked = tuple[list[list[_Entry]], list[list[int]], frozenset[JobId]]
+"""Entries in order, those of spare ones by themselves; what the first ones of each hold; who they are."""
+
+
+def _milli_of(state: State, job: JobId) -> int:
+    rows = (state.jobs[one] for one in state.whole(job))
+    return sum(len(held.devices) * (held.milli or 1000) for row in rows for held in row.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +220,44 @@ class Outranked:
 
     order: QueueOrder
 
-    def _place(self, state: State, row: JobRow, now: float) -> Rank:
+    def _place(self, state: State, row: LiveJob, now: float) -> Rank:
         """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""
         return (row.ask.opportunistic, *self.order.rank(state, row, now))
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        mine = self._place(state, row, now)
-        behind = [
-            (other.ask.spare, place, other.started_at, job)
-            for group in state.running.values()
-            for job in group
-            if (other := state.jobs[job]).ask.may_stop and (place := self._place(state, other, now)) > mine
-        ]
-        chosen = enough_of(state, txn, row, placer, [job for *_, job in sorted(behind, reverse=True)])
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        order, freed = self._behind(state, txn, self._place(state, row, now), now)
+        chosen = enough_of(state, txn, row, placer, order) if freed >= missing_milli(state, row.ask.shape) else None
         return tuple(
             Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state, job, now))
             for job in chosen or ()
         )
+
+    def _behind(self, state: State, txn: Txn, mine: Rank, now: float) -> tuple[list[JobId], int]:
+        """Who runs and comes after this place, the last first, and the most that they hold in thousandths of devices.
+
+        What ran before now is put in order once for a pass; who has let go since then is left out.
+        """
+        known = cast("_Ranked | None", txn.notes.get((self, now)))
+        if known is None:
+            running = (state.jobs[job] for jobs in state.running.values() for job in jobs)
+            ranked = sorted(self._entry(state, row, now) for row in running if row.ask.may_stop)
+            parts = [[one for one in ranked if one[0] is spare] for spare in (True, False)]
+            sums = [list(accumulate((_milli_of(state, one[-1]) for one in part), initial=0)) for part in parts]
+            known = txn.notes[self, now] = (parts, sums, frozenset(one[-1] for one in ranked))
+        parts, sums, listed = known
+        late = [state.jobs[job] for job in state.started if job not in listed]
+        fresh = [self._entry(state, row, now) for row in late if row.phase == "running" and row.ask.may_stop]
+        freed, found = sum(_milli_of(state, one[-1]) for one in fresh), list[JobId]()
+        for part, total, part_is_spare in zip(parts, sums, (True, False)):
+            first = bisect_right(part, mine, key=itemgetter(1))
+            freed += total[-1] - total[first]
+            behind = [one for one in part[first:] if state.jobs[one[-1]].phase == "running"]
+            behind += [one for one in fresh if one[0] is part_is_spare and one[1] > mine]
+            found += [job for *_, job in sorted(behind, reverse=True)]
+        return found, freed
+
+    def _entry(self, state: State, row: LiveJob, now: float) -> _Entry:
+        return (row.ask.spare, self._place(state, row, now), row.started_at, row.ask.id)
 
 
 def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
@@ -223,6 +271,7 @@ def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
         victims=Outranked(order),
         remember=False,
         round_s=ROUND_S,
+        starve_s=STARVE_BY_SERVICE_S,
     )
 
 
@@ -232,7 +281,7 @@ class ShortestFirst:
 
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         if row.ask.est_s is None:
             return (1, 0.0)
         return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))
@@ -248,4 +297,5 @@ def srtf() -> Profile:
         placer=Fit(),
         victims=Outranked(order),
         remember=False,
+        starve_s=STARVE_BY_SERVICE_S,
     )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from rota.cluster.core.capacity import GPU
-from rota.cluster.core.jobs import JobRow, Wait
+from rota.cluster.core.jobs import LiveJob, Wait
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.profile import Placer, Profile, Rank, Victim
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.promises import UNCOVERED, beyond, next_level, promise_level
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
+
+_RanksAsOf = tuple[tuple[int, float], dict[str, tuple[int, float]]]
+"""Writes and time as of which what a rule says of queues is known."""
+_NO_RANKS = ((-1, 0.0), dict[str, tuple[int, float]]())
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,36 +28,62 @@ class PriorityThenShare:
 
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
-        beyond, share = share_rank(state, row, now)
-        return (beyond, -row.ask.priority, share)
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        level, share = of_queue(state, row, now, share_rank)
+        return (level, -row.ask.priority, share)
 
 
-def share_rank(state: State, row: JobRow, now: float) -> tuple[bool, float]:
-    """Whether the queue of a job asks more devices than it is promised, and used over guaranteed devices.
+def of_queue(
+    state: State, row: LiveJob, now: float, rule: Callable[[State, LiveJob, float], tuple[int, float]]
+) -> tuple[int, float]:
+    """What a rule that looks at the first waiting job of a queue says of the queue of this one.
+
+    All of a queue whose time has come have the same; it is asked for each line of them while nothing changes.
+    """
+    txn = state.open_txn
+    if txn is None or row.phase != "queued" or row.begins_at > now:
+        return rule(state, row, now)
+    as_of = (txn.writes, now)
+    last, known = cast("_RanksAsOf", txn.notes.get(("ranks", rule), _NO_RANKS))
+    if last != as_of:
+        known = dict[str, tuple[int, float]]()
+        txn.notes["ranks", rule] = (as_of, known)
+    found = known.get(row.ask.queue)
+    if found is None:
+        found = known[row.ask.queue] = rule(state, row, now)
+    return found
+
+
+def share_rank(state: State, row: LiveJob, now: float) -> tuple[int, float]:
+    """Which promise covers the next job of a queue, and used over guaranteed devices.
 
     The first of its waiting jobs whose time has come speaks for all. A queue that is promised nothing has 1 plus used
-    over weight: after the others.
+    over weight: after the others. Under a promise to a queue above, who was queued first comes first.
     """
     tree = state.queues
     queue = tree.row.get(row.ask.queue)
     if queue is None:
-        return (False, 0.0)
+        return (0, 0.0)
     used, guaranteed = int(state.used[queue, GPU]), int(tree.guaranteed[queue, GPU])
-    first = row
-    for _, _, job in state.asking.get(row.ask.queue, ()):
-        if (one := state.jobs[job]).begins_at <= now:
-            first = one
-            break
+    first = first_of(state, row, now)
     share = used / guaranteed if guaranteed else 1.0 + used / 1000 / max(tree.rows[queue].weight, 1e-9)
-    return (used + first.ask.shape.gpu_milli > guaranteed, share)
+    if not first.ask.shape.gpu_milli:
+        return (0, share)
+    level = next_level(state, first)
+    return (level, first.ask.queued_at if 0 < level < UNCOVERED else share)
+
+
+def first_of(state: State, row: LiveJob, now: float) -> LiveJob:
+    """The first waiting job of the queue of this one whose time has come: by priority, then by arrival."""
+    waiting = (state.jobs[job] for _, _, job in state.waiting.get(row.ask.queue, ()))
+    return next((one for one in waiting if one.begins_at <= now), row)
 
 
 @dataclass(frozen=True, slots=True)
 class LimitsAndGuarantee:
     """No queue passes its limit; work that may not be preempted must fit into the guarantee, where there is one."""
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         wait = LimitsOnly().verdict(state, row)
         if wait is not None or row.ask.preemptible:
             return wait
@@ -70,89 +102,66 @@ class LimitsAndGuarantee:
 _Entry = tuple[bool, float, float, JobId]
 """Not to be spared, what stopping it loses, how new it is, and who."""
 
+OPPORTUNISTIC, BORROWED, LOWER, LATER = range(4)
+"""Kinds of victims in the order in which they are taken."""
+_REASONS = (Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_PRIORITY, Reason.PREEMPTED_RECLAIM)
+
 
 @dataclass(frozen=True, slots=True)
 class LeastCost:
-    """Opportunistic work first, then borrowed, then lower priority of the same queue; never what may not be preempted.
+    """Opportunistic work first, then borrowed, then of the same queue lower priority, then what overtook the job.
 
-    A queue takes back only while it stays inside its guarantee, and only from queues that are above theirs; a queue
-    that is not preemptible loses nothing. ``min_runtime_s`` protects fresh jobs, so that idle rounds change nothing.
+    What this pass started stays.
+    A job that is covered by a promise may have the devices of all that none covers; what may not be preempted, and
+    queues that are not preemptible, lose nothing. One that is not covered may only stop opportunistic work and lower
+    priority of its queue. ``min_runtime_s`` protects new jobs, so that idle rounds change nothing.
     """
 
     restart_s: float = 60.0
     min_runtime_s: float = 0.0
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         if row.ask.opportunistic:
             return None
-        entitled = self._inside_guarantee(state, row)
-        over = self._spare(state) if entitled else {}
-        found: list[tuple[int, int, bool, float, float, JobId]] = []
-        # The lowest priority of a queue comes first: it counts first towards what the queue has above its promise.
-        for queue, priority in sorted(state.running):
-            kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
-            if kind is None:
-                continue
-            able = ((kind, priority, *one) for one in self._able(state, txn, (queue, priority), now))
-            if kind != 1:
-                found += able
-                continue
-            for entry in able:
-                # The last victim may take a queue below its excess, no further one may.
-                if over[queue] <= 0:
-                    break
-                over[queue] -= state.jobs[entry[-1]].ask.shape.gpu_milli
-                found.append(entry)
-        reasons = (Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_PRIORITY)
-        kept = [(state.jobs[entry[-1]], reasons[entry[0]]) for entry in sorted(found)]
+        over = beyond(state, row) if promise_level(state, row) < UNCOVERED else set[JobId]()
+        found = [
+            (kind, priority, *one)
+            for (queue, priority), running in state.running.items()
+            for kind, jobs in self._kinds(state, row, queue, priority, running, over)
+            for one in self._able(state, txn, jobs, now)
+        ]
+        kept = [(state.jobs[entry[-1]], _REASONS[entry[0]]) for entry in sorted(found)]
         return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s) if kept else None
 
-    def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[_Entry]:
-        """Who runs in a queue at a priority and may be stopped, the cheapest first; put in order once for a pass."""
-        known = cast("list[_Entry] | None", txn.notes.get((self, now, *group)))
-        if known is None:
-            rows = [state.jobs[job] for job in state.running[group]]
-            known = txn.notes[self, now, *group] = sorted(
-                (not row.ask.spare, lost_gpu_s(state, row.ask.id, now, self.restart_s), -row.started_at, row.ask.id)
-                for row in rows
-                if row.ask.may_stop and now - row.started_at >= self.min_runtime_s
-            )
-        running = state.running[group]
-        return (one for one in known if one[-1] in running)
+    def _able(self, state: State, txn: Txn, jobs: Iterable[JobId], now: float) -> Iterator[_Entry]:
+        """Which of these may be stopped, with their places among victims; worked out once for a pass."""
+        key = (self, now)
+        known = cast("dict[JobId, _Entry | None]", txn.notes.setdefault(key, dict[JobId, "_Entry | None"]()))
+        for job in jobs:
+            if job not in known:
+                row = state.jobs[job]
+                able = row.ask.may_stop and now - row.started_at >= self.min_runtime_s
+                lost = lost_gpu_s(state, job, now, self.restart_s) if able else 0.0
+                known[job] = (not row.ask.spare, lost, -row.started_at, job) if able else None
+            if (one := known[job]) is not None and job not in state.started:
+                yield one
 
-    def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
-        """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""
+    def _kinds(
+        self, state: State, row: LiveJob, queue: str, priority: int, running: Iterable[JobId], over: set[JobId]
+    ) -> Iterator[tuple[int, Iterable[JobId]]]:
+        """Kinds of victims among who runs in a queue at a priority; ``over`` are those beyond all promises."""
+        own = queue == row.ask.queue
         if priority < 0:
-            return 0
-        if queue != row.ask.queue:
-            return 1 if lends else None
-        return 2 if priority < row.ask.priority else None
-
-    def _spare(self, state: State) -> dict[str, int]:
-        """Thousandths of devices that each preemptible queue uses above its guarantee."""
-        tree = state.queues
-        return {
-            queue.path: int(state.used[row, GPU] - tree.guaranteed[row, GPU])
-            for row, queue in enumerate(tree.rows)
-            if tree.leaf[row] and tree.gives_back(queue.path)
-        }
-
-    def _inside_guarantee(self, state: State, row: JobRow) -> bool:
-        tree = state.queues
-        queue = tree.row[row.ask.queue]
-        need = int(tree.need(row.ask.shape)[GPU])
-        return bool(need) and int(state.used[queue, GPU]) + need <= int(tree.guaranteed[queue, GPU])
+            yield OPPORTUNISTIC, running
+        elif own and priority < row.ask.priority:
+            yield LOWER, running
+        elif over and (own or state.queues.gives_back(queue)):
+            yield LATER if own else BORROWED, over.intersection(running)
 
 
-def stops(state: State, row: JobRow) -> bool:
+def stops(state: State, row: LiveJob) -> bool:
     """Whether ``LeastCost`` could find a victim: lower work of the own queue, opportunistic, or lent by a promise."""
-    tree = state.queues
-    queue = tree.row[row.ask.queue]
-    back = sum(
-        state.jobs[job].ask.shape.gpu_milli for job in state.stopping if state.jobs[job].ask.queue == row.ask.queue
-    )
-    promised = state.used[queue, GPU] - back + row.ask.shape.gpu_milli <= tree.guaranteed[queue, GPU]
-    return bool(promised) or any(
+    return promise_level(state, row) < UNCOVERED or any(
         jobs and (priority < 0 or (path == row.ask.queue and priority < row.ask.priority))
         for (path, priority), jobs in state.running.items()
     )
@@ -168,5 +177,9 @@ def default() -> Profile:
         victims=LeastCost(),
         stops=stops,
         block="reserve",
+        objective="finish",
         victim_sets_max=1,
+        vain_max=4,
+        starve_s=3600.0,
+        promises=True,
     )

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.admission import hardest
-from rota.cluster.core.jobs import Allocations, JobRow, Slot
+from rota.cluster.core.jobs import Allocations, LiveJob, Slot
 from rota.cluster.core.placement import place
 from rota.cluster.core.profile import Profile
-from rota.cluster.core.state import State, Txn
-from rota.cluster.policies.basic import ByArrival, LimitsOnly
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.basic import STARVE_S, ByArrival, LimitsOnly
 
 # -- expected fragmentation --
 
@@ -258,7 +259,7 @@ class Chooser:
 class LeastFragments:
     """Every bundle goes where the expected fragmentation, by the mix of jobs that are known, grows least."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         mix = Mix(_kind(state, slot) for other in state.jobs.values() for slot in other.ask.shape.slots)
         kind = _kind(state, hardest(row.ask.shape))
         width = int(np.diff(state.dev0).max(initial=1))
@@ -288,7 +289,9 @@ def _kind(state: State, slot: Slot) -> TaskShape:
 
 def fgd() -> Profile:
     """First come, first served; placed by fragmentation gradient descent."""
-    return Profile(name="fgd", order=ByArrival(), division=LimitsOnly(), placer=LeastFragments(), block="queue")
+    return Profile(
+        name="fgd", order=ByArrival(), division=LimitsOnly(), placer=LeastFragments(), block="queue", starve_s=STARVE_S
+    )
 
 
 PART = 2**20
@@ -311,10 +314,12 @@ def left_over(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
 class LeastLeft:
     """Every bundle goes to the node that has least left; of equal nodes to the first."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         return place(state, txn, row.ask.shape, prefer=left_over, close=False)
 
 
 def bestfit() -> Profile:
     """First come, first served; placed where least of devices and cores is left over."""
-    return Profile(name="bestfit", order=ByArrival(), division=LimitsOnly(), placer=LeastLeft(), block="queue")
+    return Profile(
+        name="bestfit", order=ByArrival(), division=LimitsOnly(), placer=LeastLeft(), block="queue", starve_s=STARVE_S
+    )

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.jobs import Allocation, Allocations, JobRow
+from rota.cluster.core.jobs import Allocation, Allocations, LiveJob
 from rota.cluster.core.placement import best_fit, place
-from rota.cluster.core.preemption import enough_of, refit, take_all
+from rota.cluster.core.preemption import enough_of, missing_milli, refit, take_all
 from rota.cluster.core.profile import Placer, Preempt, Profile, Rank, Resize, Victim
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -36,7 +37,7 @@ class LongestWithout:
 
     by_job = True
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         return (max(row.ask.queued_at, row.left_at),)
 
 
@@ -44,14 +45,14 @@ class LongestWithout:
 class ByAffinity:
     """Nodes with jobs of the same size first, then empty ones, then others; the fullest of equal ones."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         size = max(slot.gpus for slot in row.ask.shape.slots)
         sizes: dict[int, set[int]] = defaultdict(set)
-        for other in state.jobs.values():
-            for slot, held in zip(other.ask.shape.slots, other.held):
-                sizes[held.node].add(slot.gpus)
 
         def strange(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
+            for other in state.jobs.values() if not sizes else ():  # only where there is room at all
+                for slot, held in zip(other.ask.shape.slots, other.held):
+                    sizes[held.node].add(slot.gpus)
             fullest = best_fit(state, nodes)
             rank = np.array([kinship(sizes.get(int(node), ()), size) for node in nodes], dtype=np.int64)
             return rank * (int(fullest.max(initial=0)) + 1) + fullest
@@ -74,7 +75,7 @@ class MoveThenTurns:
     horizon_s: float = 3600.0
     turns: bool = True
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         able = [
             other
             for other in state.jobs.values()
@@ -97,9 +98,11 @@ class MoveThenTurns:
         return Victim(job=job, reason=reason, lost_gpu_s=lost_gpu_s, to=to)
 
     def _moves(
-        self, state: State, txn: Txn, row: JobRow, placer: Placer, able: Sequence[JobRow], now: float
+        self, state: State, txn: Txn, row: LiveJob, placer: Placer, able: Sequence[LiveJob], now: float
     ) -> dict[JobId, Allocations] | None:
         """One job if one is enough, else the first of those on the emptiest nodes, none of them superfluous."""
+        if missing_milli(state, row.ask.shape) > 0:
+            return None
         worth = [other for other in able if _rest_s(other, now, self.horizon_s) > self.move_s]
         worth.sort(key=lambda r: (-int(state.free[r.held[0].node].sum()), r.ask.shape.gpu_milli, r.ask.id))
         sets = [[other] for other in worth[:SETS_MAX]]
@@ -116,7 +119,7 @@ class MoveThenTurns:
         return None
 
     def _plan(
-        self, state: State, txn: Txn, row: JobRow, placer: Placer, moved: Sequence[JobRow]
+        self, state: State, txn: Txn, row: LiveJob, placer: Placer, moved: Sequence[LiveJob]
     ) -> dict[JobId, Allocations] | None:
         """Where these come to lie once the job has its place, just as the next passes will find it; None: no gain."""
         cost_gpu_s = self.move_s * sum(other.ask.shape.gpu_milli for other in moved)
@@ -125,7 +128,7 @@ class MoveThenTurns:
         before = potential(state.free.sum(axis=1).tolist())
         in_turn = sorted(moved, key=lambda other: (other.ask.queued_at, other.ask.id))
 
-        def nearby(other: JobRow) -> Allocations | None:
+        def nearby(other: LiveJob) -> Allocations | None:
             to = placer.place(state, txn, other)
             return None if to is None or _distance(state, to) > _distance(state, other.held) else to
 
@@ -137,12 +140,12 @@ class MoveThenTurns:
             return found[1] if potential(state.free.sum(axis=1).tolist()) < before else None
 
 
-def _turn(row: JobRow) -> tuple[bool, float, JobId]:
+def _turn(row: LiveJob) -> tuple[bool, float, JobId]:
     """Who gives way first: what its job can do without, then who ran longest."""
     return (not row.ask.spare, row.started_at, row.ask.id)
 
 
-def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:
+def _rest_s(row: LiveJob, now: float, horizon_s: float) -> float:
     return horizon_s if row.left_s is None else row.left_s - (now - row.started_at)
 
 
@@ -153,31 +156,31 @@ def _distance(state: State, held: Sequence[Allocation]) -> int:
 # -- shared and lent devices --
 
 
-def _lent(row: JobRow) -> Allocations:
+def _lent(row: LiveJob) -> Allocations:
     """What a job holds above what it asked for; its own slots come first."""
     return row.held[len(row.ask.shape.slots) :]
 
 
-def _able(state: State) -> list[JobRow]:
+def _able(state: State) -> list[LiveJob]:
     """Running jobs that can use more than they asked for, in the order of their ids."""
     jobs = sorted(job for group in state.running.values() for job in group)
     return [row for row in (state.jobs[job] for job in jobs) if row.ask.slots_max and row.ask.shape.uniform]
 
 
-def kind_of(row: JobRow) -> str:
+def kind_of(row: LiveJob) -> str:
     """Jobs of one kind are expected to behave alike beside others: their label ``class``, else all."""
     return str(row.ask.labels.get("class", ""))
 
 
-def pair_of(one: JobRow, other: JobRow) -> tuple[str, str]:
+def pair_of(one: LiveJob, other: LiveJob) -> tuple[str, str]:
     """The kinds of two jobs, in order."""
     first, second = sorted((kind_of(one), kind_of(other)))
     return first, second
 
 
-def partners(state: State) -> Iterator[tuple[JobRow, JobRow | None]]:
+def partners(state: State) -> Iterator[tuple[LiveJob, LiveJob | None]]:
     """Running jobs that have half of their devices, each pair once, the older job first; None: it is alone there."""
-    by_devices: dict[tuple[int, ...], list[JobRow]] = {}
+    by_devices: dict[tuple[int, ...], list[LiveJob]] = {}
     for group in state.running.values():
         for job in group:
             row = state.jobs[job]
@@ -220,14 +223,14 @@ class LendAndPack:
                 )
         return found
 
-    def pays(self, one: JobRow, other: JobRow, now: float) -> bool:
+    def pays(self, one: LiveJob, other: LiveJob, now: float) -> bool:
         """Whether two that share run over ``1 + gain`` times as fast as one alone; True until that is measured."""
         measured = other.started_at // self.round_s != now // self.round_s
         if self.gain is None or one.rate is None or other.rate is None or not measured:
             return True
         return one.rate + other.rate > 1.0 + self.gain
 
-    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, Allocations]:
+    def give_back(self, state: State, txn: Txn, row: LiveJob, placer: Placer) -> dict[JobId, Allocations]:
         """Whose lent slots go back so that the job fits: only those on the nodes it gets; none if it would not fit."""
         lenders = [other for other in _able(state) if _lent(other)]
         with txn.trial():
@@ -244,7 +247,7 @@ class LendAndPack:
                 kept[other.ask.id] = stays
         return kept
 
-    def join(self, state: State, row: JobRow) -> tuple[JobId, Allocations, Allocations] | None:
+    def join(self, state: State, row: LiveJob) -> tuple[JobId, Allocations, Allocations] | None:
         """A running job with which the waiting one can share all devices, and what both hold then; the oldest first.
 
         Only jobs of one slot of equally many whole devices share, two at most, and no pair of kinds that was undone.

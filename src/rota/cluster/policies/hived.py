@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rota.cluster.core.capacity import GPU, CellSpec
-from rota.cluster.core.jobs import Allocation, Allocations, JobRow, Shape, Wait, line_key
+from rota.cluster.core.jobs import Allocation, Allocations, LiveJob, Shape, Wait, line_key
 from rota.cluster.core.placement import parted, place
+from rota.cluster.core.preemption import choose_victims, lower_in_queue
 from rota.cluster.core.profile import Placer, Profile, Victim
-from rota.cluster.core.state import State, Txn
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import ByArrival, LimitsOnly
 from rota.cluster.virtual.cells import CellType, TenantCells, VirtualCells
 from rota.cluster.virtual.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
@@ -35,7 +37,7 @@ class CellBook:
         self.seen_marks = -1
         leaves_of = Counter(self.cluster.cells.tenant[leaf] for leaf in self.cluster.cells.virtual.leaf_cells)
         self.owned = {tenant.name: leaves_of[i] for i, tenant in enumerate(self.cluster.cells.tenants)}
-        self.tried: tuple[Txn, int, JobRow, GangPlan | None] | None = None
+        self.tried: tuple[Txn, int, LiveJob, GangPlan | None] | None = None
         self.claimed: dict[JobId, Leaves] = {}
         self.follow_health(txn, state)
         for row in sorted(state.holders(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
@@ -54,7 +56,7 @@ class CellBook:
             for device, leaf in enumerate(self.leaf):
                 self.cluster.buddy.set_health(txn, leaf, bool(good[device]))
 
-    def hold(self, txn: Txn, state: State, row: JobRow) -> None:
+    def hold(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job runs: find its virtual cells, or let it run as opportunistic if its tenant has none for it."""
         members = [[self.leaf[d] for d in devices] for devices in _members_of(row) if devices]
         if row.ask.id in self.claimed:
@@ -66,12 +68,12 @@ class CellBook:
             levels = [at for member in members for at in [self.cluster.levels_over(ask, member)] * len(member)]
             self.cluster.adopt(txn, ask, members, levels)
 
-    def release(self, txn: Txn, state: State, row: JobRow) -> None:
+    def release(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job gave its devices back."""
         if row.ask.id in self.cluster.gangs:
             self.cluster.release(txn, row.ask.id)
 
-    def reserve(self, txn: Txn, state: State, row: JobRow) -> None:
+    def reserve(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job waits for its victims to leave: its cells are reserved, those that are free as well.
 
         Later passes, which undo claims and make them anew, keep its virtual cells: in a cluster of its tenant's own it
@@ -82,13 +84,13 @@ class CellBook:
             self.claimed[row.ask.id] = plan.vleaves
             self.cluster.reserve(txn, plan)
 
-    def find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
+    def find(self, txn: Txn, state: State, row: LiveJob) -> GangPlan | None:
         """A placement by cells, victims included, or None; the same answer as long as nothing was written since."""
         if self.tried is None or self.tried[0] is not txn or self.tried[1] != txn.changes or self.tried[2] is not row:
             self.tried = (txn, txn.changes, row, self._find(txn, state, row))
         return self.tried[3]
 
-    def _find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
+    def _find(self, txn: Txn, state: State, row: LiveJob) -> GangPlan | None:
         if any(slot.milli for slot in row.ask.shape.slots) or not row.ask.shape.gpus:
             return None
         usable = state.usable
@@ -128,7 +130,7 @@ def _prepare(state: State) -> None:
     book.forget_gone(state)
 
 
-def gang_ask(row: JobRow, kind: str | None = None) -> GangAsk:
+def gang_ask(row: LiveJob, kind: str | None = None) -> GangAsk:
     """The gang of a job, on devices of one kind: one member a slot with devices, ascending."""
     members, _ = _members(row.ask.shape)
     return GangAsk(
@@ -149,7 +151,7 @@ def _members(shape: Shape) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     return tuple(sorted(slot.gpus for slot in slots)), common
 
 
-def _members_of(row: JobRow) -> list[tuple[int, ...]]:
+def _members_of(row: LiveJob) -> list[tuple[int, ...]]:
     """The devices of each member of a gang that runs; what a plan ties is one member."""
     if len(row.held) != len(row.ask.shape.slots):
         return [held.devices for held in row.held]
@@ -180,18 +182,26 @@ def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
 
 
 def _tenants(state: State) -> list[TenantCells]:
-    """Leaf queues own the nodes that carry their label, else cells of the commonest make for what was promised."""
+    """Leaf queues own the nodes that carry their label, else cells of the commonest make for what was promised.
+
+    What is promised of one type of device is cells of nodes with that type.
+    """
     tree = state.queues
     cells = [_node_cell(node, {}) for node in state.nodes if node.devices]
     owned: dict[int, Counter[str]] = {}
+    typed: dict[int, Counter[str]] = {}
     for node in state.nodes:
         if node.devices and (tenant := int(state.tenant[state.node_row[node.id]])) >= 0:
             owned.setdefault(tenant, Counter())[_node_cell(node, {}).kind] += 1
-    if not owned and cells:
-        kind, count = Counter(cell.kind for cell in cells).most_common(1)[0]
-        node_cell = next(cell for cell in cells if cell.kind == kind)
-        promised = {row: int(tree.guaranteed[row, GPU]) // 1000 for row in range(len(tree.rows)) if tree.leaf[row]}
-        owned = {row: _cells_of(gpus, node_cell) for row, gpus in _kept(promised, count, _size(node_cell)).items()}
+    for dim in tree.device_dims if not owned else ():
+        able = [cell for cell in cells if dim == GPU or _kind_of(cell) == tree.types[dim - tree.device_dims[1]]]
+        promised = {row: int(tree.guaranteed[row, dim]) // 1000 for row in range(len(tree.rows)) if tree.leaf[row]}
+        if able and any(promised.values()):
+            kind, count = Counter(cell.kind for cell in able).most_common(1)[0]
+            node_cell = next(cell for cell in able if cell.kind == kind)
+            for row, gpus in _kept(promised, count, _size(node_cell)).items():
+                typed[row] = typed.get(row, Counter[str]()) + _cells_of(gpus, node_cell)
+    owned = owned or typed
     return [
         TenantCells(name=queue.path, cells=tuple(sorted(owned.get(row, Counter[str]()).items())))
         for row, queue in enumerate(tree.rows)
@@ -223,6 +233,10 @@ def _cells_of(gpus: int, node: CellSpec) -> Counter[str]:
     return found
 
 
+def _kind_of(cell: CellSpec) -> str:
+    return _kind_of(cell.children[0]) if cell.children else cell.kind
+
+
 def _size(cell: CellSpec) -> int:
     return sum(map(_size, cell.children)) if cell.children else 1
 
@@ -231,7 +245,7 @@ def _size(cell: CellSpec) -> int:
 class WithinCells:
     """No queue passes its limit, and whole devices are asked, of a tenant that owns as many in its cells."""
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         wait, shape = LimitsOnly().verdict(state, row), row.ask.shape
         if wait is not None:
             return wait
@@ -255,7 +269,7 @@ class WithinCells:
 class ByCells:
     """Guaranteed jobs in their tenant's cells, opportunistic ones packed on what is left."""
 
-    def place(self, state: State, txn: Txn, row: JobRow) -> Allocations | None:
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         if not row.ask.shape.gpus:
             return place(state, txn, row.ask.shape)
         book = book_of(state)
@@ -291,21 +305,30 @@ def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan
 
 @dataclass(frozen=True, slots=True)
 class CellVictims:
-    """Jobs that run on the cells that a guaranteed job is entitled to."""
+    """Jobs that run on the cells that a guaranteed job is entitled to; at a limit, lower priority of its queue."""
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         plan = book_of(state).find(txn, state, row)
-        if plan is None:
-            return None
-        names = (*plan.victims, *plan.lazy)
+        names = [] if plan is None else [JobId(name) for name in dict.fromkeys((*plan.victims, *plan.lazy))]
+        if self._over_limit_without(state, txn, row, names):
+            lower = [(other, Reason.PREEMPTED_PRIORITY) for other in lower_in_queue(state, row, now)]
+            return choose_victims(state, txn, row, placer, lower, now) if lower else None
         found: list[Victim] = []
-        for name in dict.fromkeys(names):
-            victim = state.jobs[JobId(name)]
+        for victim in (state.jobs[name] for name in names):
             if victim.phase != "stopping":
                 reason = Reason.PREEMPTED_RECLAIM if victim.ask.opportunistic else Reason.PREEMPTED_PRIORITY
                 lost = (now - victim.saved_at) * victim.ask.shape.gpus
                 found.append(Victim(job=victim.ask.id, reason=reason, lost_gpu_s=lost))
         return tuple(found) or None
+
+    def _over_limit_without(self, state: State, txn: Txn, row: LiveJob, jobs: Sequence[JobId]) -> bool:
+        """Whether a job would pass a limit also once these have let go."""
+        if not state.over_limit(row.ask.queue, row.ask.user, row.ask.shape):
+            return False
+        with txn.trial():
+            for job in jobs:
+                state.charge(txn, state.jobs[job], -1)
+            return state.over_limit(row.ask.queue, row.ask.user, row.ask.shape) is not None
 
 
 def hived() -> Profile:

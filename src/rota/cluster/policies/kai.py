@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED, Vector
-from rota.cluster.core.jobs import JobRow, Wait
+from rota.cluster.core.jobs import LiveJob, Wait
 from rota.cluster.core.preemption import make_room
 from rota.cluster.core.profile import Placer, Profile, Rank, Victim
+from rota.cluster.core.promises import top_of
 from rota.cluster.core.quota import ShareRequest, fair_shares
-from rota.cluster.core.state import State, Txn
-from rota.cluster.policies.basic import Fit, LimitsOnly
+from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.basic import STARVE_S, Fit, LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
@@ -42,6 +44,8 @@ class ShareBook:
 
     deserved: Vector = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
     fair: Vector = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    bases: list[list[float]] = field(default_factory=list[list[float]])
+    """What each queue may count on, in ``DIMS``: the larger of both."""
     seen: tuple[object, ...] = ()
     keys: dict[int, _Key] = field(default_factory=dict[int, "_Key"])
 
@@ -59,6 +63,8 @@ class ShareBook:
         tops = [row for row, queue in enumerate(tree.rows) if queue.parent is None]
         for at, dim in enumerate(DIMS):
             self._divide(state, asked, tops, at, dim, Fraction(int(capacity[at])))
+        promised = np.where(self.deserved >= UNLIMITED, 0, self.deserved)
+        self.bases = np.maximum(promised, self.fair).astype(np.float64).tolist()
 
     def _divide(self, state: State, asked: Vector, level: Sequence[int], at: int, dim: int, total: Fraction) -> None:
         tree = state.queues
@@ -116,9 +122,11 @@ class ShareBook:
 
     def ratio(self, queue: int, used: Vector) -> float:
         """Largest part of what a queue may count on that ``used`` is; devices beyond nothing count as without end."""
-        base = np.where(self.deserved[queue] >= UNLIMITED, 0, self.deserved[queue])
-        base = np.maximum(base, self.fair[queue])
-        return max((float(u) / float(b) if b else float("inf")) if u else 0.0 for u, b in zip(used, base))
+        most = 0.0
+        for use, base in zip(used.tolist(), self.bases[queue]):
+            if use:
+                most = max(most, use / base if base else float("inf"))
+        return most
 
 
 def _deserved(state: State) -> Vector:
@@ -165,7 +173,7 @@ class ByShareRatio:
     book: ShareBook
     by_job = False
 
-    def rank(self, state: State, row: JobRow, now: float) -> Rank:
+    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         keys = self.book.keys_of(state)
         line = state.queues.line_of(row.ask.queue)
         return (*(part for queue in reversed(line) for part in keys.get(queue, ())), -row.ask.priority)
@@ -177,7 +185,7 @@ class WithinDeserved:
 
     book: ShareBook
 
-    def verdict(self, state: State, row: JobRow) -> Wait | None:
+    def verdict(self, state: State, row: LiveJob) -> Wait | None:
         wait = LimitsOnly().verdict(state, row)
         if wait is not None or row.ask.preemptible:
             return wait
@@ -212,47 +220,65 @@ class ShareVictims:
     book: ShareBook
     actions: tuple[Action, ...] = ("consolidate", "reclaim", "preempt")
 
-    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         for action in self.actions:
-            candidates = self._candidates(state, row, action, now)
             found = None
             if action == "consolidate" and row.ask.preemptible:
-                some = islice(candidates, MOVED_MAX)
-                found = make_room(state, txn, row, placer, some, _none_stopped, Reason.MIGRATED_AFFINITY, now)
+                some = islice(self._candidates(state, txn, row, action, now), MOVED_MAX)
+                moved = Reason.MIGRATED_AFFINITY
+                found = make_room(state, txn, row, placer, some, _none_stopped, moved, now, may_stop=None)
             elif action == "reclaim" and self._may_reclaim(state, row):
-                fair = _Reclaim(self.book, state, row).fair
-                found = make_room(state, txn, row, placer, candidates, fair, Reason.PREEMPTED_RECLAIM, now)
+                some, rule = self._candidates(state, txn, row, action, now), _Reclaim(self.book, state, row)
+                back = Reason.PREEMPTED_RECLAIM
+                found = make_room(state, txn, row, placer, some, rule.fair, back, now, may_stop=rule.may_lose)
             elif action == "preempt":
-                found = make_room(state, txn, row, placer, candidates, _any_stopped, Reason.PREEMPTED_PRIORITY, now)
+                some = self._candidates(state, txn, row, action, now)
+                found = make_room(state, txn, row, placer, some, _any_stopped, Reason.PREEMPTED_PRIORITY, now)
             if found is not None:
                 return found
         return None
 
-    def _candidates(self, state: State, row: JobRow, action: Action, now: float) -> Iterator[JobRow]:
+    def _candidates(self, state: State, txn: Txn, row: LiveJob, action: Action, now: float) -> Iterator[LiveJob]:
         """Running jobs that may be taken: of the queue furthest above its share the least and newest, and so on.
 
         What started at this very moment stays: the same pass chose it over the job. A queue that is not preemptible
         loses nothing to others.
         """
-        by_queue: dict[str, list[JobRow]] = {}
-        for other in state.jobs.values():
-            same = other.ask.queue == row.ask.queue
-            if not same and not state.queues.gives_back(other.ask.queue):
-                continue
-            mine = {"consolidate": True, "reclaim": not same, "preempt": same and _below(other, row)}[action]
-            if mine and other.phase == "running" and other.ask.may_stop and other.started_at < now:
-                by_queue.setdefault(other.ask.queue, []).append(other)
-        for jobs in by_queue.values():
-            jobs.sort(key=lambda r: (r.ask.spare, -r.ask.priority, r.ask.queued_at, r.ask.id))
+        by_queue: dict[str, list[LiveJob]] = {}
+        for path, jobs in self._running(state, txn, now).items():
+            if path == row.ask.queue:
+                mine = {"consolidate": jobs, "reclaim": (), "preempt": [r for r in jobs if _below(r, row)]}[action]
+            else:
+                mine = jobs if action != "preempt" and state.queues.gives_back(path) else ()
+            if mine:
+                by_queue[path] = list(mine)
         used = used_soon(state)
+        ranks = {path: self._excess_rank(state, used, path) for path in by_queue}
         while by_queue:
-            path = max(by_queue, key=lambda path: self._excess_rank(state, used, path))
-            job = by_queue[path].pop()
+            path = max(by_queue, key=ranks.__getitem__)
+            job = state.jobs[by_queue[path].pop().ask.id]
             if not by_queue[path]:
                 del by_queue[path]
+            if job.phase != "running":
+                continue
             for queue in state.queues.line_of(path):
                 used[queue] -= state.queues.need(job.ask.shape)[list(DIMS)]
+            ranks |= {
+                other: self._excess_rank(state, used, other) for other in by_queue if top_of(other) == top_of(path)
+            }
             yield job
+
+    def _running(self, state: State, txn: Txn, now: float) -> dict[str, list[LiveJob]]:
+        """By queue, those that may be stopped and ran before now, who is taken first last; found once for a pass."""
+        known = cast("dict[str, list[LiveJob]] | None", txn.notes.get(("may stop", now)))
+        if known is None:
+            known = txn.notes["may stop", now] = dict[str, list[LiveJob]]()
+            for (path, _), jobs in state.running.items():
+                rows = (state.jobs[job] for job in jobs)
+                known.setdefault(path, []).extend(r for r in rows if r.ask.may_stop and r.started_at < now)
+            for rows in known.values():
+                rows.sort(key=lambda r: (r.ask.spare, -r.ask.priority, r.ask.queued_at, r.ask.id))
+        return known
 
     def _excess_rank(self, state: State, used: Vector, path: str) -> tuple[float, ...]:
         tree = state.queues
@@ -261,34 +287,34 @@ class ShareVictims:
             found += [-tree.rows[queue].priority, self.book.ratio(queue, used[queue]), tree.born[queue]]
         return tuple(found)
 
-    def _may_reclaim(self, state: State, row: JobRow) -> bool:
+    def _may_reclaim(self, state: State, row: LiveJob) -> bool:
         queue = state.queues.row[row.ask.queue]
         need = state.queues.need(row.ask.shape)[list(DIMS)]
         return not ((used_soon(state)[queue] + need > self.book.fair[queue]) & (need > 0)).any()
 
 
-def _none_stopped(stopped: Sequence[JobRow]) -> bool:
+def _none_stopped(stopped: Sequence[LiveJob]) -> bool:
     return not stopped
 
 
-def _any_stopped(stopped: Sequence[JobRow]) -> bool:
+def _any_stopped(stopped: Sequence[LiveJob]) -> bool:
     return True
 
 
-def _below(other: JobRow, row: JobRow) -> bool:
+def _below(other: LiveJob, row: LiveJob) -> bool:
     return other.ask.priority < row.ask.priority
 
 
 class _Reclaim:
     """May a job take these devices back? Decided where its queue and that of the victim part in the tree."""
 
-    def __init__(self, book: ShareBook, state: State, row: JobRow) -> None:
+    def __init__(self, book: ShareBook, state: State, row: LiveJob) -> None:
         self.book, self.state = book, state
         self.need = state.queues.need(row.ask.shape)[list(DIMS)]
         self.line = list(reversed(state.queues.line_of(row.ask.queue)))
         self.used = used_soon(state)
 
-    def fair(self, stopped: Sequence[JobRow]) -> bool:
+    def fair(self, stopped: Sequence[LiveJob]) -> bool:
         """Whether each of these, one after the other, may lose what it holds."""
         left, tree = self.used.copy(), self.state.queues
         for other in stopped:
@@ -304,6 +330,12 @@ class _Reclaim:
             ):
                 return False
         return True
+
+    def may_lose(self, other: LiveJob) -> bool:
+        """Whether a job might lose what it holds if it were the first; as a later one it has still less to lose."""
+        theirs = list(reversed(self.state.queues.line_of(other.ask.queue)))
+        mine, their = next(((a, b) for a, b in zip(self.line, theirs) if a != b), (self.line[-1], theirs[-1]))
+        return self._loses(mine, their, self.used[their])
 
     def _loses(self, mine: int, their: int, left: Vector) -> bool:
         tiers = [self.state.queues.rows[queue].priority for queue in (mine, their)]
@@ -325,4 +357,6 @@ def kai() -> Profile:
         block="none",
         prepare=book.follow,
         remember=False,
+        starve_s=STARVE_S,
+        promises=True,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypedDict
 
 from rota.cluster.core.guarded import without_refused
-from rota.cluster.core.jobs import JobRow
+from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
@@ -103,7 +103,7 @@ class Forecast:
 
     The copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Durations are
     the declared estimates or time limits; a job without one takes the mean of those that have one. With ``until`` the
-    play ends where that job starts.
+    play ends where that job starts. ``instead`` is what a job that waits asks in the play, in place of what it asks.
     """
 
     def __init__(
@@ -113,10 +113,17 @@ class Forecast:
         now: float,
         *,
         until: JobId | None = None,
+        instead: JobAsk | None = None,
         wall_max_s: float = WALL_MAX_S,
     ) -> None:
         # What a profile keeps of a pass is of one state.
         self._until, self._profile, self._now, self._wall_max_s = until, deepcopy(profile), now, wall_max_s
+        with state.txn() as txn:  # undone at its end
+            if instead is not None:
+                state.put(txn, replace(state.jobs[instead.id], ask=instead, wait=None))
+            self._fork(state)
+
+    def _fork(self, state: State) -> None:
         self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
         blind = not known and bool(state.holders())
@@ -127,17 +134,21 @@ class Forecast:
         with without_refused(state):
             self._forks = () if blind else (state.copy(), state.copy())
 
-    def play(self, clock: Clock, aside: Callable[[], None] = lambda: None) -> Estimates:
+    def play(self, clock: Clock, between_passes: Callable[[], None] = lambda: None) -> Estimates:
         """Play the copies: once with the durations as they are, once with longer ones.
 
-        ``aside`` is called between two passes, for a thread that lets others go first.
+        ``between_passes`` is called between two passes, for a thread that lets others go first.
         """
         if not self._forks:
             return Estimates(starts=dict.fromkeys(self._jobs, (None, None)), basis=self._basis)
-        likely, late = (self._starts(fork, factor, clock, aside) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
+        likely, late = (
+            self._starts(fork, factor, clock, between_passes) for fork, factor in zip(self._forks, (1.0, PESSIMISM))
+        )
         return Estimates(starts={job: (likely[job], late[job]) for job in self._jobs}, basis=self._basis)
 
-    def _starts(self, fork: State, factor: float, clock: Clock, aside: Callable[[], None]) -> dict[JobId, float | None]:
+    def _starts(
+        self, fork: State, factor: float, clock: Clock, between_passes: Callable[[], None]
+    ) -> dict[JobId, float | None]:
         jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
         run = Simulation(
             fork,
@@ -148,7 +159,7 @@ class Forecast:
             stop_when_started=self._until,
             now=self._now,
             wall_max_s=self._wall_max_s,
-            aside=aside,
+            between_passes=between_passes,
         )
         return {job: one.first_start_s for job, one in run.run().runs.items()}
 
@@ -208,5 +219,5 @@ def _from_now(at: float | None, now: float) -> float | None:
     return None if at is None else round(max(0.0, at - now), 3)
 
 
-def _sim_job(row: JobRow, now: float, mean: float, factor: float) -> SimJob:
+def _sim_job(row: LiveJob, now: float, mean: float, factor: float) -> SimJob:
     return SimJob(ask=row.ask, submit_s=now, work_s=(mean if row.ask.est_s is None else row.ask.est_s) * factor)

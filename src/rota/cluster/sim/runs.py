@@ -32,9 +32,19 @@ from rota.cluster.sim.report import (
 from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
 from rota.cluster.sim.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace, rows_of
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.random import SeededChance
+from rota.runtime.random import SeededRandom
 from rota.spec.errors import UnknownName
-from rota.spec.events import Event, GangGranted, GangWaits, JobAdmitted, JobWaits, PreemptAsked, Record, event_to_json
+from rota.spec.events import (
+    Event,
+    GangGranted,
+    GangWaits,
+    JobAdmitted,
+    JobEnded,
+    JobWaits,
+    PreemptAsked,
+    Record,
+    event_to_json,
+)
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import INFO, Reason
@@ -342,7 +352,7 @@ def fill(nodes: Path, pods: Path, policy: str, seed: int, clock: Clock) -> FillD
     tasks = [_task(place, row, models) for place, row in rows_of(pods, TASK_COLUMNS)]
     if not tasks or not board.total:
         raise TraceError(f"{pods if board.total else nodes}: nothing to place or no device to place on")
-    rng = SeededChance(seed).rng()
+    rng = SeededRandom(seed).rng()
     chooser = Chooser(policy, board, Mix(kind for kind, _ in tasks), rng.randrange)
     began, arrived, asked, given, dropped = clock.monotonic_s(), 0, 0, 0, 0
     shown: dict[str, float] = {}
@@ -466,6 +476,8 @@ def _decided(event: Event) -> bool:
             return True
         case PreemptAsked(reason=reason):
             return reason is not Reason.PAUSED
+        case JobEnded(reason=reason):
+            return reason is Reason.DEPENDENCY_FAILED
         case JobWaits(reason=reason):
             return reason is not Reason.ENGINE_STARTING
         case _:

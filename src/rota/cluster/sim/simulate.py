@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from rota.cluster.core import cycle, events
 from rota.cluster.core.admission import shape_feasible, unusable_share
 from rota.cluster.core.capacity import GPU, UNLIMITED
+from rota.cluster.core.choice import parts_of, sizes_now, step_s_of, step_s_on
 from rota.cluster.core.guarded import violations
-from rota.cluster.core.jobs import Allocations, JobAsk, JobRow, LineKey, Wait, line_key
+from rota.cluster.core.jobs import Allocations, JobAsk, LineKey, LiveJob, Wait, line_key
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.state import InvariantBroken, State
+from rota.cluster.core.state import State
 from rota.cluster.policies.gandiva import HALF, pair_of, partners
 from rota.cluster.sim.report import (
     RunFigures,
@@ -34,7 +35,10 @@ END, RELEASE, FAIL, ARRIVE, WAKE = range(5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimJob:
-    """A job with its true length: ``work_s`` seconds on devices of speed 1 that are close enough."""
+    """A job with its true length: ``work_s`` seconds on devices of speed 1 that are close enough.
+
+    Of a job with choices it is the time of its first one, whose predicted seconds a step the others are compared with.
+    """
 
     ask: JobAsk
     submit_s: float
@@ -123,16 +127,17 @@ class Simulation:
         stop_when_started: JobId | None = None,
         now: float | None = None,
         wall_max_s: float = float("inf"),
-        aside: Callable[[], None] = lambda: None,
+        between_passes: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.profile, self.clock = state, profile, clock
         self.overheads = overheads or Overheads()
         self.check_every, self.until_s, self.stop_when_started = check_every, until_s, stop_when_started
-        self.wall_max_s, self._aside = wall_max_s, aside
+        self.wall_max_s, self._between_passes = wall_max_s, between_passes
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
         self.heap: list[tuple[float, int, str, int, object]] = []
         self.wakes: set[float] = set()
         self.measured: dict[JobId, float] = {}
+        self._dependents: dict[JobId, list[JobId]] = {}
         self._empty: State | None = None
         self._never: dict[LineKey, Wait | None] = {}
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
@@ -163,7 +168,7 @@ class Simulation:
         while self.heap and self.heap[0][0] <= self.until_s:
             passes = passes + 1 if self.heap[0][0] == self.now else 0
             if passes > PASSES_MAX:
-                raise InvariantBroken(f"{PASSES_MAX} passes at {self.now}: jobs are started and stopped in a circle")
+                raise self.state.broken(f"{PASSES_MAX} passes at {self.now}: jobs are started and stopped in a circle")
             self._advance(self.heap[0][0])
             happened = False
             while self.heap and self.heap[0][0] == self.now:
@@ -171,7 +176,7 @@ class Simulation:
                 happened = self._happen(kind, name, attempt, extra) or happened
             if not happened:
                 continue
-            self._aside()
+            self._between_passes()
             self._decide()
             if self.stop_when_started is not None and self.runs[self.stop_when_started].first_start_s is not None:
                 break
@@ -210,14 +215,14 @@ class Simulation:
                 self._gap_s += seconds * gap
                 self._waiting_s += seconds
             used = int(self.state.used[self._roots, GPU].sum()) / 1000
-            waiting = sum(map(len, self.state.asking.values()))
+            waiting = sum(map(len, self.state.waiting.values()))
             self.result.samples.append(Sample(self.now, seconds, used, waiting, gap))
         self.now = to
 
     def _share_gap(self) -> float:
         """How much more of its part the best served queue uses than the worst served of those that wait."""
         shares = (self.state.used[:, : len(self._whole)] / self._whole).max(axis=1) / self._part
-        rows = [self.state.queues.row.get(queue, -1) for queue in self.state.asking]
+        rows = [self.state.queues.row.get(queue, -1) for queue in self.state.waiting]
         return float(shares.max() - shares[rows].min())
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -244,13 +249,18 @@ class Simulation:
         if run.why is not None:
             run.state = "UNSCHEDULABLE"
             return
-        there = self.state.jobs.get(run.job.ask.id)
-        if there is None or there.ask is not run.job.ask:
-            events.apply(self.state, events.JobArrived(ask=run.job.ask), self.now)
+        ask = run.job.ask
+        for other in ask.after:
+            self._dependents.setdefault(other, []).append(ask.id)
+        if over := {one for one in ask.after if one in self.runs and self.runs[one].end_s is not None}:
+            ask = replace(ask, after=tuple(one for one in ask.after if one not in over))
+        there = self.state.jobs.get(ask.id)
+        if there is None or there.ask is not ask:
+            events.apply(self.state, events.JobArrived(ask=ask), self.now)
 
     def _never_runs(self, ask: JobAsk) -> Wait | None:
         """Why the profile would not start the job even on the empty cluster; one answer for all equal jobs."""
-        row = JobRow(ask=ask)
+        row = LiveJob(ask=ask)
         key = line_key(row)
         if key not in self._never:
             if self._empty is None:
@@ -273,7 +283,12 @@ class Simulation:
         run.state, run.end_s = "SUCCEEDED", self.now
         self.result.last_s = max(self.result.last_s, self.now)
         run.attempts = -run.attempts
+        self._without_parts(job)
         events.apply(self.state, events.JobGone(job=job), self.now)
+        for other in self._dependents.pop(job, ()):
+            ask = self.state.jobs[other].ask
+            ask = replace(ask, after=tuple(one for one in ask.after if one != job))
+            events.apply(self.state, events.JobArrived(ask=ask), self.now)
 
     def _release(self, job: JobId, saved_s: float | None = None) -> None:
         """A preempted job lets go; what was not saved is lost. ``saved_s`` is when it saved to be suspended."""
@@ -287,6 +302,7 @@ class Simulation:
         run.done_s += kept * run.rate
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
+        self._without_parts(job)
         back_at = self.now + self.profile.cool_down_s
         events.apply(self.state, events.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
 
@@ -311,6 +327,9 @@ class Simulation:
         costs, row = self.overheads, self.state.jobs[run.job.ask.id]
         kinds = {self.state.types[int(self.state.dev_type[d])] for slot in held for d in slot.devices}
         speed = min((costs.speeds.get(kind, 1.0) for kind in kinds), default=1.0)
+        if choices := row.ask.choices:
+            grown = step_s_of(row.ask, sizes_now(self.state, row))
+            return choices[0].step_s / min(step_s_on(row.ask, kinds), grown) * costs.locality.get(run.level, 1.0)
         rate = speed * costs.locality.get(run.level, 1.0) * len(held) / len(row.ask.shape.slots)
         if held[0].milli != HALF or not row.ask.shape.slots[0].gpus:
             return rate
@@ -325,9 +344,12 @@ class Simulation:
         row = self.state.node_row[node]
         events.apply(self.state, events.NodeChanged(node=node, health=health), self.now)
         if health is None:
-            for job in self.state.holders():
-                if any(held.node == row for held in job.held):
-                    self._release(job.ask.id)
+            lost = [job.ask for job in self.state.holders() if any(held.node == row for held in job.held)]
+            for ask in sorted(lost, key=lambda ask: ask.id not in self.runs):  # jobs first: their parts go with them
+                if ask.id in self.runs:
+                    self._release(ask.id)
+                elif ask.id in self.state.jobs:
+                    self._give_part(ask.id)
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
@@ -341,6 +363,10 @@ class Simulation:
         self.result.decisions += 1
         for decision in decisions:
             match decision:
+                case Admit(job=job) if job not in self.runs:
+                    self._change_size(job)
+                case Preempt(job=job) if job not in self.runs:
+                    self._give_part(job)
                 case Admit(job=job, held=held):
                     self._start(job, held)
                 case Preempt(job=job, reason=reason):
@@ -355,6 +381,31 @@ class Simulation:
             self.result.violations += len(violations(self.state))
             if self.state.lines:
                 self._samples.append(unusable_share(self.state))
+
+    def _change_size(self, part: JobId) -> None:
+        """A running job has one member more or less: it works on at the speed of its new size once it has moved."""
+        job = self.state.jobs[part].ask.part_of
+        assert job is not None
+        run = self.runs[job]
+        held = tuple(slot for one in self.state.whole(job) for slot in self.state.jobs[one].held)
+        before = run.rate
+        self._resize(job, held)
+        if run.rate != before:
+            run.work_from_s = max(run.work_from_s, self.now + self.overheads.restore_s)
+            self._expect_end(run, held)
+
+    def _give_part(self, part: JobId) -> None:
+        """A job gives a member back that others want, and asks for one again."""
+        ask = self.state.jobs[part].ask
+        events.apply(self.state, events.JobReleased(job=part), self.now)
+        self._change_size(part)
+        events.apply(self.state, events.JobArrived(ask=ask), self.now)
+
+    def _without_parts(self, job: JobId) -> None:
+        """A job lets go: what it held or asked for beside its start is gone."""
+        for part in sorted(self.state.parts.get(job, ())):
+            if part not in self.runs:
+                events.apply(self.state, events.JobGone(job=part), self.now)
 
     def _stop(self, job: JobId, reason: Reason) -> None:
         """Ask a job for its devices. To move or to take turns it saves first; else its last checkpoint counts."""
@@ -382,6 +433,8 @@ class Simulation:
         delay = costs.start_s + (costs.restore_s if run.attempts > 1 else 0.0)
         run.work_from_s = self.now + delay
         self._expect_end(run, held)
+        for part in parts_of(self.state.jobs[job].ask):
+            events.apply(self.state, events.JobArrived(ask=part), self.now)
 
     def _expect_end(self, run: JobRun, held: Allocations) -> None:
         run.plan += 1

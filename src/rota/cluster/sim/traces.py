@@ -12,7 +12,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from rota.runtime.random import Chance
+from rota.runtime.random import RandomSource
 from rota.spec.errors import BadInput
 
 ROWS_MAX = 5_000_000
@@ -212,12 +212,14 @@ def _gang(place: str, row: dict[str, str], gpus: int, per_node: int) -> tuple[in
     return -(-gpus // size), size
 
 
-def generate(chance: Chance, tenants: Iterable[Tenant], *, jobs: int, load: float, mean_s: float = 3600.0) -> Trace:
+def generate(
+    random_source: RandomSource, tenants: Iterable[Tenant], *, jobs: int, load: float, mean_s: float = 3600.0
+) -> Trace:
     """A random trace: Poisson arrivals, sizes 1/1/1/2/4/8 and some of several nodes, long-tailed durations.
 
     ``load`` is the asked share of all devices on average; a load above 1 makes the queue grow without end.
     """
-    rng = chance.rng()
+    rng = random_source.rng()
     known = tuple(tenants)
     sizes = (1, 1, 1, 2, 4, 8, 16)
     devices = sum(tenant.nodes * tenant.gpus_per_node for tenant in known)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rota.cluster.core.capacity import Cells, CellSpec
-from rota.cluster.core.state import Txn
+from rota.cluster.core.txn import Txn
 from rota.spec.errors import BadInput
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rota.cluster.core.state import Txn
+from rota.cluster.core.txn import Txn
 from rota.cluster.virtual.cells import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key, VirtualCells
 from rota.cluster.virtual.mapping import Leaves, View, can_hold, map_leaves, place_members, view_nodes
 from rota.spec.errors import BadInput
 
 PRIORITY_MAX = 1000
 
-GangState = Literal["allocated", "preempting", "being_preempted"]
+PlacedGangState = Literal["allocated", "preempting", "being_preempted"]
 Allowed = Callable[[int], bool] | None
 """Whether a node (its row among the nodes of the forest) may be used; None: every node may."""
 
@@ -59,7 +59,7 @@ class PlacedGang:
     """A gang that has cells, or reserves them while its victims leave; no virtual ones after giving way lazily."""
 
     plan: GangPlan
-    state: GangState
+    state: PlacedGangState
     lazily_preempted: bool = False
 
 
@@ -304,7 +304,7 @@ class HivedCluster:
                 self.buddy.occupy(txn, leaf, NONE, OPPORTUNISTIC)
         txn.put(self.gangs, name, replace(gang, plan=replace(gang.plan, vleaves=()), lazily_preempted=True))
 
-    def _set_state(self, txn: Txn, name: str, state: GangState) -> None:
+    def _set_state(self, txn: Txn, name: str, state: PlacedGangState) -> None:
         txn.put(self.gangs, name, replace(self.gangs[name], state=state))
 
     # -- taking running gangs over -----------------------------------------------------------------------------------

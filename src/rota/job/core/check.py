@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rota.job.core.graph import Graph, Merged, endpoint, expand, lease_groups
+from rota.job.core.graph import Graph, Merged, expand, lease_groups
 from rota.job.core.paths import driven_ends, faults_of
-from rota.job.core.placement import LEVELS, Tie, separations, ties
+from rota.job.core.placement import Tie, separations, ties
 from rota.spec import check as rules
 from rota.spec.check import Finding
 from rota.spec.dispatch import Concat, FirstRule, OpSpec, Rank, SameRule, Shard
+from rota.spec.gang import CELL_LEVELS
 from rota.spec.ids import InstanceId, RoleName
-from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.job import JobSpec, RoleSpec, endpoint
 
 
 def check_graph(spec: JobSpec) -> tuple[Finding, ...]:
@@ -160,7 +161,7 @@ def _weights(spec: JobSpec) -> Iterator[Finding]:
             yield Finding(
                 path=("weights", i, "via"),
                 message=f"weights from {edge.source} to {edge.target} cannot go via {edge.via}",
-                hint="use shm, which auto chooses too: one host, read in place",
+                hint="use shm, which auto chooses too: read in place, fetched once for each other machine",
                 code="VIA",
             )
         if edge.every < 1:
@@ -189,7 +190,7 @@ def _contradictions(spec: JobSpec, graph: Graph) -> Iterator[Finding]:
     together = list(ties(spec, graph))
     told: set[tuple[str, ...]] = set()
     for apart in separations(spec, graph):
-        inner = [tie for tie in together if LEVELS.index(tie.level) <= LEVELS.index(apart.level)]
+        inner = [tie for tie in together if CELL_LEVELS.index(tie.level) <= CELL_LEVELS.index(apart.level)]
         merged: Merged[InstanceId] = Merged()
         for tie in inner:
             merged.join(tie.left, tie.right)

@@ -13,11 +13,11 @@ from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
-from rota.spec.job import JobSpec
+from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
-CONTEXT_VERSION = 6
+CONTEXT_VERSION = 7
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
@@ -33,16 +33,16 @@ PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S = 10, 3600.0
 between: as many restarts of the whole job, and as many narrower recoveries. They cost no ``limit`` and no ``retry``."""
 FAILED_GRACE_S = 2.0
 """Polite part of stopping what is left of a job that failed."""
-FENCED_GRACE_S = 0.5
-"""Polite part of stopping a process whose epoch is over: nothing it could still save would count."""
 FAILOVERS_KEPT_MAX = 200
 """Records of recoveries kept for people; the log has all of them."""
+
+NAMED_MAX = 5
+"""Instances that a reason names."""
 
 NO_EPOCH = Epoch(0)
 NO_NODE_ID = NodeId("")
 
 Bindings = Mapping[InstanceId, tuple[GangId, BundleGrant]]
-GangState = Literal["reserving", "reserved", "releasing"]
 Phase = Literal["commit", "save", "stop"]
 
 
@@ -54,7 +54,7 @@ def replace(value: T, /, **changes: object) -> T:
 
     Raises TypeError for an unknown field.
     """
-    if not isinstance(value, JobContext | InstanceRecord):
+    if not isinstance(value, WithState):
         return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
     if "state" in changes:
         raise TypeError(f"the state of a {type(value).__name__} is changed by transitions.moved")
@@ -62,7 +62,7 @@ def replace(value: T, /, **changes: object) -> T:
 
 
 def changed(value: T, changes: Mapping[str, object]) -> T:
-    """A JobContext or InstanceRecord with other fields. Raises TypeError for an unknown one.
+    """A value of ``WithState`` with other fields. Raises TypeError for an unknown one.
 
     They have no ``__slots__`` and no ``__post_init__``, so that their fields are copied as one dictionary; running
     ``__init__`` over all fields took a sixth of the time of a replay.
@@ -74,6 +74,16 @@ def changed(value: T, changes: Mapping[str, object]) -> T:
     return copy
 
 
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A decision that is not taken now, and what it waits for. It is false, so that ``or`` asks the next rule."""
+
+    why: str
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """A process that exists, or was asked for (``pid`` is then 0). ``epoch`` is the one in its name."""
@@ -82,6 +92,8 @@ class Process:
     node: NodeId = NO_NODE_ID
     pid: int = 0
     start_time: float = 0.0
+    address: str = ""
+    """Where instances on other machines call it, ``host:port``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +150,7 @@ class InstanceRecord:
         return not (self.retired or self.spare)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeldGang:
     """One reservation, as far as the log knows."""
 
@@ -147,14 +159,13 @@ class HeldGang:
     state: GangState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GangDemand:
     """A gang that is asked for beside those of the admission; kept while it is held.
 
-    ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
-    more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long. On ``avoid``
-    they died, on ``apart`` are others that they must be apart from. ``leaves`` is the node on which its members still
-    run; ``held``: granted, and they are not there yet. ``back``: it is given back as soon as its members have left.
+    ``members`` are those of each bundle. ``answered``: there was an answer, or none for too long. On ``avoid`` they
+    died, on ``apart`` are others that they must be apart from. ``leaves`` is the node on which its members still run.
+    ``back``: it is given back as soon as its members have left.
     """
 
     gang: GangId
@@ -163,7 +174,7 @@ class GangDemand:
     avoid: tuple[NodeId, ...] = ()
     apart: tuple[NodeId, ...] = ()
     lost: bool = False
-    state: Literal["wanted", "asked", "held", "granted", "dropped"] = "wanted"
+    state: AskState = AskState.WANTED
     answered: bool = False
     at_s: float = 0.0
     leaves: NodeId | None = None
@@ -173,6 +184,15 @@ class GangDemand:
     def everybody(self) -> tuple[InstanceId, ...]:
         """The members of all bundles."""
         return tuple(member for members in self.members for member in members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """The state of an instance in the memory of another machine; ``epoch`` is the one that it was saved under."""
+
+    owner: InstanceId
+    host: str
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +251,15 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedCommit:
+    """A durable checkpoint of commit ``n`` in the folder ``path``; ``cursor`` is that of the commit."""
+
+    n: int
+    path: str
+    cursor: JsonObject = field(default_factory=JsonObject)
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobContext:
     """The state of one job; changed only by ``machine.fold``.
 
@@ -239,12 +268,14 @@ class JobContext:
     seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed`` though all look like consequences;
     ``escalated`` is the level that was just found impossible, ``checked`` a suspected node and whether it is fit.
     ``retries`` counts restarts of the whole job that were its own fault, ``free_requeues`` the others. ``hosts`` is
-    where each instance was at the last commit: there memory has its state. ``starting_s`` is when the present start or
-    recovery began, ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must
-    go back to first. ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside
-    those of the admission, ``sizes`` the numbers of instances that were asked for. ``resized_s`` is when a world
-    last changed its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave, and until
-    when.
+    where each instance was at the last commit: there memory has its state. ``copies`` are those of commit
+    ``copied_n`` on other machines, ``copy_fails`` counts outcomes without one since the last. ``starting_s`` is when
+    the present start or recovery began, ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that
+    a new attempt must go back to first, ``resume_from`` the one that a user chose for it. ``checkpoints`` are kept, the
+    newest first. ``next_spec`` holds changes that take effect with the next attempt. ``asks``
+    are gangs beside those of the admission, ``sizes`` the numbers of instances that were asked for. ``resized_s`` is
+    when a world last changed its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave,
+    and until when.
     """
 
     job: JobId
@@ -277,6 +308,12 @@ class JobContext:
     checkpoint_n: int = 0
     checkpoint_path: str = ""
     checkpoint_cursor: JsonObject = field(default_factory=JsonObject)
+    checkpoints: tuple[SavedCommit, ...] = ()
+    copied_n: int = 0
+    copies: tuple[StateCopy, ...] = ()
+    copied_cursor: JsonObject = field(default_factory=JsonObject)
+    copy_tries: int = 0
+    copy_fails: int = 0
     losses: tuple[Loss, ...] = ()
     diagnosed: bool = False
     checked: tuple[NodeId, bool] | None = None
@@ -292,6 +329,7 @@ class JobContext:
     started_s: float | None = None
     used_s: float = 0.0
     rollback_to: int | None = None
+    resume_from: int | None = None
     ending: Ending | None = None
     end_reason: Reason | None = None
 
@@ -336,6 +374,20 @@ class JobContext:
     def of_role(self, role: RoleName) -> Iterator[InstanceRecord]:
         """The instances of one role in rank order."""
         return (self.instances[one] for one in self.plan.ranks[role] if one in self.instances)
+
+    @property
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """The roles of the job; none before it has a spec."""
+        return self.spec.roles if self.spec is not None else ()
+
+    def role(self, name: RoleName) -> RoleSpec:
+        """The role of that name. Raises KeyError."""
+        assert self.spec is not None, f"{self.job} has no spec yet"
+        return self.spec.role(name)
+
+    def loss(self, one: InstanceRecord, reason: Reason, text: str = "", traceback: str = "") -> Loss:
+        """A failure of an instance, now."""
+        return Loss(instance=one.id, epoch=one.epoch, reason=reason, text=text, traceback=traceback, at_s=self.at_s)
 
     def active_of(self, role: RoleName) -> tuple[InstanceRecord, ...]:
         """Those of a role that the job works with, in rank order."""
@@ -382,11 +434,13 @@ def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[Gang
         return {}
     bound = dict(bindings(spec, placement))
     for ask in asks:
-        if ask.state == "granted":
+        if ask.state is AskState.GRANTED:
             bundles = placement.gang(ask.gang).bundles
             bound |= {member: (ask.gang, bundles[i]) for i, members in enumerate(ask.members) for member in members}
     return bound
 
 
+WithState = JobContext | InstanceRecord | HeldGang | GangDemand
+"""What has a state that ``transitions.moved`` changes."""
 _MADE_ANEW = ("graph", "bound")
 _SNAPSHOT_FIELDS = tuple(name for name in JobContext.__dataclass_fields__ if name not in (*_MADE_ANEW, "instances"))

@@ -9,19 +9,20 @@ nothing of that name exists or can still come into being. ``Emit`` goes before e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 
-from rota.job.core import migration, resize, shutdown
+from rota.job.core import migration, resize, shutdown, survival
 from rota.job.core.context import (
     ASK_WAIT_S,
     DIAGNOSE_S,
-    FENCED_GRACE_S,
+    NAMED_MAX,
     NODE_WAIT_S,
     START_TIMEOUT_S,
     Ending,
     Failover,
     InstanceRecord,
     JobContext,
+    NotYet,
     Process,
     replace,
 )
@@ -32,6 +33,7 @@ from rota.spec.commands import (
     Assemble,
     CheckNode,
     Command,
+    CopyCommit,
     Emit,
     ReleaseGang,
     ReserveGang,
@@ -41,10 +43,10 @@ from rota.spec.commands import (
     StartInstance,
     StopInstance,
 )
-from rota.spec.events import FailoverEnded, JobEnded, JobEvent, JobRequeued, RolledBack
-from rota.spec.ids import Epoch, GangId, RoleName
+from rota.spec.events import FailoverEnded, JobEnded, JobRequeued, RolledBack
+from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.reasons import Reason, final_state
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import GangState, InstanceState, JobState
 
 
 def wanted(ctx: JobContext) -> tuple[Command, ...]:
@@ -54,27 +56,43 @@ def wanted(ctx: JobContext) -> tuple[Command, ...]:
     return (*emits(ctx), *_checks(ctx), *_saves(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
 
 
-def next_emit(ctx: JobContext) -> Emit | None:
-    """The event that must be appended before anything else is done."""
-    return next(emits(ctx), None) if ctx.attached and not ctx.state.terminal and ctx.graph is not None else None
+def next_emit(ctx: JobContext) -> Emit | NotYet:
+    """The event that must be appended before anything else is done, or what the next one waits for."""
+    if ctx.state.terminal:
+        return NotYet("the job has ended")
+    if not ctx.attached or ctx.graph is None:
+        return NotYet("its master compares the log with what is alive")
+    try:
+        return next(emits(ctx))
+    except StopIteration as end:
+        return NotYet(end.value)
 
 
-def emits(ctx: JobContext) -> Iterator[Emit]:
-    """Facts that follow from the state and are not in the log yet, in the order in which they belong there."""
+def emits(ctx: JobContext) -> Generator[Emit, None, str]:
+    """Facts that follow from the state and are not in the log yet, in the order in which they belong there.
+
+    Returns what the next one waits for.
+    """
     if ctx.ending is not None:
         if ctx.released and ctx.ending.phase == "stop":
-            yield _end(ctx)
-        return
+            yield _end(ctx, ctx.ending)
+        return shutdown.PHASES[ctx.ending.phase]
     if ctx.rollback_to is not None:
         event = RolledBack(from_commit=ctx.committed, to_commit=ctx.rollback_to)
         yield Emit(event=event, key=f"rollback/attempt-{ctx.attempt}")
-    if verdict := FailoverCoordinator(ctx).verdict():
-        yield Emit(event=verdict, key=f"failover/{verdict.failover}")
-    elif (failover := ctx.failover) and not ctx.losses:
-        yield from _progress(ctx, failover)
-    elif change := migration.wanted_move(ctx) or resize.wanted_resize(ctx):
+    if ctx.losses:
+        change = FailoverCoordinator(ctx).verdict()
+    elif (failover := ctx.failover) is not None:
+        change = NotYet((yield from _progress(ctx, failover)))
+    else:
+        move = migration.wanted_move(ctx)
+        change = move or resize.wanted_resize(ctx)
+        if not move and not change:
+            change = NotYet(_not_ready(ctx, ctx.instances) or move.why or change.why)
+    if change:
         yield Emit(event=change, key=f"failover/{change.failover}")
     yield from resize.ask_emits(ctx)
+    return "" if change else change.why
 
 
 def timers(ctx: JobContext) -> Iterator[SetTimer]:
@@ -122,11 +140,13 @@ def _checks(ctx: JobContext) -> Iterator[CheckNode]:
     yield CheckNode(node=node, failover=ctx.failover_count + 1, processes=alive)
 
 
-def _saves(ctx: JobContext) -> Iterator[SaveCommit]:
-    """The last commit goes to disk before devices are given back."""
+def _saves(ctx: JobContext) -> Iterator[SaveCommit | CopyCommit]:
+    """The last commit goes to another machine, and to disk before devices are given back."""
     stops = ctx.ending is not None and ctx.ending.phase == "save"
     if (stops or (ctx.ending is None and migration.save_until(ctx) is not None)) and (save := shutdown.saving(ctx)):
         yield save
+    if (copy := survival.copying(ctx)) is not None:
+        yield copy
 
 
 def _comes_up(ctx: JobContext, one: InstanceRecord) -> bool:
@@ -135,35 +155,39 @@ def _comes_up(ctx: JobContext, one: InstanceRecord) -> bool:
     return one.spare and one.state in (InstanceState.STARTING, InstanceState.STALE) and not waits
 
 
-def _progress(ctx: JobContext, failover: Failover) -> Iterator[Emit]:
+def _progress(ctx: JobContext, failover: Failover) -> Generator[Emit, None, str]:
+    waits = _not_ready(ctx, failover.scope)
     if not failover.rolled_back:
         # The verdict names the worst case; where everybody has a place, the newest commit that survives is known.
-        if (back_to := shutdown.restorable(ctx)) is not None:
+        if (back_to := survival.restorable(ctx)) is not None:
             event = RolledBack(from_commit=ctx.committed, to_commit=back_to)
             yield Emit(event=event, key=f"rollback/{failover.number}")
-    elif failover.released and all(ctx.instances[member].settled for member in failover.scope):
+        return "those whose state may be newer have no place yet, so the commit to go back to is not known"
+    if not failover.released:
+        return f"after a pause of {failover.delay_s:g} s they start again; {waits}"
+    if not waits:
         seconds = round(max(0.0, ctx.at_s - failover.started_s), 3)
         ended = FailoverEnded(failover=failover.number, seconds=seconds)
         yield Emit(event=ended, key=f"failover-ended/{failover.number}")
+    return waits
 
 
-def _end(ctx: JobContext) -> Emit:
-    ending = ctx.ending
-    assert ending is not None
+def _not_ready(ctx: JobContext, members: Iterable[InstanceId]) -> str:
+    """Who of some members is waited for, in words; empty when all are ready."""
+    waits = [str(one) for one in members if not ctx.instances[one].settled]
+    more = f" and {len(waits) - NAMED_MAX} more" if len(waits) > NAMED_MAX else ""
+    return f"not ready yet: {', '.join(waits[:NAMED_MAX])}{more}" if waits else ""
+
+
+def _end(ctx: JobContext, ending: Ending) -> Emit:
     if ending.requeue:
         again = JobRequeued(attempt=ctx.attempt, reason=ending.reason, counts=ending.counts)
         return Emit(event=again, key=f"requeue/{ctx.attempt}")
-    return Emit(event=_job_ended(ctx), key="end")
-
-
-def _job_ended(ctx: JobContext) -> JobEvent:
-    ending = ctx.ending
-    assert ending is not None
     try:
         state = final_state(ending.reason)
     except KeyError:
         state = JobState.CANCELLED if ending.role is None else JobState.FAILED
-    return JobEnded(
+    ended = JobEnded(
         state=state,
         reason=ending.reason,
         text=ending.text,
@@ -171,30 +195,30 @@ def _job_ended(ctx: JobContext) -> JobEvent:
         rank=ending.rank,
         traceback=ending.traceback,
     )
+    return Emit(event=ended, key="end")
 
 
 def _of_gangs(ctx: JobContext) -> Iterator[Command]:
     """Gang-atomic: a reservation is asked for only after every older one is given back."""
-    releasing = [gang for gang in ctx.gangs if gang.state == "releasing"]
+    releasing = [gang for gang in ctx.gangs if gang.state is GangState.RELEASING]
     yield from (ReleaseGang(gang=gang.id, epoch=gang.epoch) for gang in releasing)
     if not releasing and ctx.placement is not None and not resize.abandoned(ctx):
         for gang in ctx.gangs:
-            if gang.state == "reserving":
+            if gang.state is GangState.RESERVING:
                 bundles = ctx.placement.gang(gang.id).bundles
                 yield ReserveGang(gang=gang.id, epoch=gang.epoch, bundles=bundles)
 
 
 def _of_instances(ctx: JobContext) -> Iterator[Command]:
-    grace_s = ctx.ending.grace_s if ctx.ending else FENCED_GRACE_S
-    gangs = {gang.id: gang.epoch for gang in ctx.gangs if gang.state == "reserved"}
+    gangs = reserved(ctx)
     for one in ctx.instances.values():
         for doomed in one.doomed:
-            yield StopInstance(instance=one.id, started_epoch=doomed, grace_s=grace_s)
+            yield StopInstance(instance=one.id, started_epoch=doomed, grace_s=shutdown.grace_s(ctx, one))
         if one.process is not None and (command := _of_instance(ctx, one, one.process.epoch, gangs)):
             yield command
 
 
-def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: dict[GangId, Epoch]) -> Command | None:
+def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: dict[str, Epoch]) -> Command | None:
     match one.state:
         case InstanceState.STARTING:
             gang, bundle = ctx.bundle(one.id)
@@ -209,7 +233,17 @@ def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: di
                 return None
             if not all(ctx.instances[peer].alive and ctx.instances[peer].epoch == one.epoch for peer in peers):
                 return None
-            return Assemble(instance=one.id, epoch=one.epoch, started_epoch=started, peers=peers, restore=ctx.committed)
+            copy = survival.source_for(ctx, one.id)
+            return Assemble(
+                instance=one.id,
+                epoch=one.epoch,
+                started_epoch=started,
+                peers=peers,
+                restore=ctx.committed,
+                grace_s=shutdown.grace_s(ctx, one),
+                source=copy.host if copy else "",
+                source_epoch=copy.epoch if copy else Epoch(0),
+            )
         case InstanceState.READY if one.running:
             return RunInstance(instance=one.id, epoch=one.epoch, started_epoch=started, committed=ctx.committed)
         case _:
@@ -223,7 +257,9 @@ def settle(ctx: JobContext) -> JobContext:
     if ctx.ending is None and ctx.placement is not None:
         ctx = _succeed(_run(_start(sized(ctx))))
     if ctx.ending is not None and ctx.ending.phase != "stop":
-        ctx = _at_its_end(_succeed(ctx))
+        ctx = _succeed(ctx)
+        if ctx.ending is not None and ctx.ending.phase == "commit" and ctx.loop is not None and ctx.loop.ended:
+            ctx = shutdown.saved_first(ctx)  # a loop that has returned comes to no further commit
     if ctx.ending is not None:
         return _wind_down(ctx) if ctx.ending.phase == "stop" else ctx
     return ctx if ctx.placement is None else _with_state(ctx)
@@ -231,7 +267,7 @@ def settle(ctx: JobContext) -> JobContext:
 
 def reserved(ctx: JobContext) -> dict[str, Epoch]:
     """Gangs that exist, with their epochs."""
-    return {gang.id: gang.epoch for gang in ctx.gangs if gang.state == "reserved"}
+    return {gang.id: gang.epoch for gang in ctx.gangs if gang.state is GangState.RESERVED}
 
 
 def role_started(ctx: JobContext, role: RoleName) -> bool:
@@ -306,12 +342,6 @@ def _succeed(ctx: JobContext) -> JobContext:
     return moved(ctx, JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
 
 
-def _at_its_end(ctx: JobContext) -> JobContext:
-    """A loop that has returned comes to no further commit."""
-    waits = ctx.ending is not None and ctx.ending.phase == "commit"
-    return shutdown.saved_first(ctx) if waits and ctx.loop is not None and ctx.loop.ended else ctx
-
-
 def _with_state(ctx: JobContext) -> JobContext:
     failover = ctx.failover
     if ctx.losses or failover is not None:
@@ -329,11 +359,10 @@ def _with_state(ctx: JobContext) -> JobContext:
 
 def _on_the_way(ctx: JobContext) -> JobState:
     """ADMITTED until it is reserved, CHECKING until the first processes found their nodes fit, then STARTING."""
-    assert ctx.spec is not None
     if ctx.state is JobState.ADMITTED and not reserved(ctx):
         return JobState.ADMITTED
     first = ctx.state in (JobState.ADMITTED, JobState.CHECKING)
-    roles = {role.name for role in ctx.spec.roles if role.fail.check != "none"} if first else set[RoleName]()
+    roles = {role.name for role in ctx.roles if role.fail.check != "none"} if first else set[RoleName]()
     coming = (one for one in ctx.instances.values() if one.state is InstanceState.STARTING and one.active)
     return JobState.CHECKING if any(one.id.role in roles for one in coming) else JobState.STARTING
 
@@ -345,7 +374,7 @@ def _wind_down(ctx: JobContext) -> JobContext:
         ctx = ctx.with_instances(going)
     if any(one.doomed for one in ctx.instances.values()):
         return ctx
-    gangs = tuple(replace(gang, state="releasing") for gang in ctx.gangs)
+    gangs = tuple(moved(gang, GangState.RELEASING) for gang in ctx.gangs)
     return replace(ctx, gangs=gangs, asks=(), open_failover=None, losses=())
 
 

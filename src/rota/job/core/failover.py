@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.job.core import shutdown
+from rota.job.core import shutdown, survival
 from rota.job.core.context import (
     FAILED_GRACE_S,
     FAILOVERS_KEPT_MAX,
@@ -17,16 +17,28 @@ from rota.job.core.context import (
     InstanceRecord,
     JobContext,
     Loss,
+    NotYet,
     replace,
 )
 from rota.job.core.graph import recovery_scope, replaced
-from rota.job.core.resize import OF_THE_NODE, PLANNED, has_place, held, is_fit, is_world, leaving, unplaced, world_of
+from rota.job.core.resize import (
+    OF_THE_NODE,
+    PLANNED,
+    has_place,
+    held,
+    is_fit,
+    is_world,
+    leaving,
+    next_scope,
+    unplaced,
+    world_of,
+)
 from rota.job.core.transitions import moved, without_process
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
 from rota.spec.reasons import INFO, Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
 SECONDARY_TEXTS = (
     "connection reset by peer",
@@ -77,6 +89,7 @@ RULES: tuple[DiagnosisRule, ...] = (
     DiagnosisRule("node lost", _one_of(Reason.NODE_LOST)),
     DiagnosisRule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
     DiagnosisRule("out of memory", _one_of(Reason.OOM_KILLED)),
+    DiagnosisRule("over its limits", _one_of(Reason.OVER_LIMIT)),
     DiagnosisRule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE)),
     DiagnosisRule("killed", _one_of(Reason.SIGNALLED, Reason.SELF_ENDED)),
     DiagnosisRule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
@@ -165,24 +178,25 @@ class FailoverCoordinator:
 
     ctx: JobContext
 
-    def verdict(self) -> FailoverStarted | None:
-        """The recovery that the present losses call for; None while there is none, or its cause may still come."""
+    def verdict(self) -> FailoverStarted | NotYet:
+        """The recovery that the present losses call for, or what the verdict waits for."""
         ctx = self.ctx
-        if not ctx.losses or ctx.ending is not None or not self.judged:
-            return None
+        if not ctx.losses or ctx.ending is not None:
+            return NotYet("nothing that a recovery could bring back is lost")
+        if not self.judged:
+            return NotYet("the cause is not known: what was reported looks like the consequence of another loss")
         cause = root_cause(ctx.losses)
         suspect = self.suspect(cause)
         if suspect is not None and not self.condemned(cause) and (ctx.checked is None or ctx.checked[0] != suspect):
-            return None
+            return NotYet(f"node {suspect} is being checked")
         move = self.move(cause)
         leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
         if restore < ctx.committed:
             move = Move(move.level, Level.NODE, Reason.STATE_LOST)
-        epoch = Epoch(ctx.epoch_max + 1)
         return FailoverStarted(
             failover=ctx.failover_count + 1,
             level=move.level,
-            scope=tuple((member.role, member.rank, epoch) for member in self.scope(move.level, cause, restore)),
+            scope=next_scope(ctx, self.scope(move.level, cause, restore)),
             restore=restore,
             reason=cause.reason,
             role=cause.instance.role,
@@ -250,7 +264,9 @@ class FailoverCoordinator:
         """True when all that was lost is one reservation of several, and an instance outside of it still runs."""
         touched = frozenset(self.scope(Level.PROCESS, cause))
         others = [one for one in self.ctx.instances.values() if one.id not in touched and one.active]
-        return any(one.state is READY for one in others) and any(gang.state == "reserved" for gang in self.ctx.gangs)
+        return any(one.state is READY for one in others) and any(
+            gang.state is GangState.RESERVED for gang in self.ctx.gangs
+        )
 
     def _wider(self, cause: Loss, start: Level, level: Level) -> Move:
         """A wider level, unless the role may continue with the instances that it still has."""
@@ -298,7 +314,7 @@ class FailoverCoordinator:
             return ()
         gone = self._gone(move.level, cause)
         leave: list[InstanceId] = []
-        for role in ctx.spec.roles if ctx.spec else ():
+        for role in ctx.roles:
             mine = [one.id for one in ctx.of_role(role.name) if one.id in gone]
             degrades = move.reason is Reason.RESIZED_DEGRADED and role.name == cause.instance.role
             if not mine or not (degrades or self._goes_on(role, gone)):
@@ -310,12 +326,11 @@ class FailoverCoordinator:
     def restore(self, level: Level, cause: Loss) -> int:
         """The commit to go back to: the last one, or, when its state was in the memory of a lost node, that on disk.
 
-        It is the worst case: who comes up again on the same host finds the last commit there (``shutdown.restorable``).
+        It is the worst case: who comes up again on the same host finds the last commit there (``survival.restorable``).
         """
         ctx = self.ctx
         gone = self.lost(level, cause) if level is Level.NODE and cause.reason in OF_THE_NODE else ()
-        lost_memory = shutdown.missing(ctx) or any(shutdown.keeps_on_host(ctx, member) for member in gone)
-        return min(ctx.checkpoint_n, ctx.committed) if lost_memory else ctx.committed
+        return survival.surviving(ctx, gone)
 
     def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
         """Who was lost; at the level of a node everybody on it; in a move, who has another place."""
@@ -387,11 +402,10 @@ class FailoverCoordinator:
 
     def whole_roles(self, level: Level, role: RoleName) -> frozenset[RoleName]:
         """Roles that get new processes as a whole: by their contract, or because the recovery widened to the role."""
-        assert self.ctx.spec is not None
         wide = {
             loss.instance.role
             for loss in self.ctx.losses
-            if self.ctx.spec.role(loss.instance.role).restart == "role" and self.ctx.instances[loss.instance].active
+            if self._role(loss).restart == "role" and self.ctx.instances[loss.instance].active
         }
         return frozenset(wide | ({role} if level is Level.ROLE else set()))
 
@@ -404,8 +418,7 @@ class FailoverCoordinator:
         return Move(level)
 
     def _role(self, cause: Loss) -> RoleSpec:
-        assert self.ctx.spec is not None
-        return self.ctx.spec.role(cause.instance.role)
+        return self.ctx.role(cause.instance.role)
 
 
 BACKOFF_MAX_S = 60.0
@@ -417,12 +430,14 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
     planned = event.reason in PLANNED and not ctx.losses
     if event.failover != ctx.failover_count + 1 or not (ctx.losses or (planned and ctx.open_failover is None)):
         return ctx
-    cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
+    one = ctx.instances[InstanceId(event.role, event.rank)]
+    # A change of size or place has the form of a loss, though nothing was lost.
+    cause = ctx.loss(one, event.reason, event.text) if planned else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
     platform = by_platform(ctx, cause)
     charge = Charge(role=event.role, level=event.level, at_s=ctx.at_s, platform=platform)
     charges = () if planned or is_free(ctx, cause) or (platform and event.level is Level.JOB) else (charge,)
-    resized = bool(event.join) or any(_is_world_of(ctx, role) for role, _ in event.leave)
+    resized = bool(event.join) or any(is_world(ctx.role(role)) for role, _ in event.leave)
     ctx = replace(
         ctx,
         failovers=(*_superseded(ctx, new), new)[-FAILOVERS_KEPT_MAX:],
@@ -438,17 +453,6 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
             return _restart_job(ctx, cause)
         case Level.PROCESS | Level.ROLE | Level.NODE:
             return _restart_scope(ctx, new, event)
-
-
-def _is_world_of(ctx: JobContext, role: RoleName) -> bool:
-    """True when the members of this role are one process group whose size may change."""
-    return ctx.spec is not None and is_world(ctx.spec.role(role))
-
-
-def _cause(ctx: JobContext, event: FailoverStarted) -> Loss:
-    """A change of size or place in the form of a loss; nothing was lost."""
-    one = ctx.instances[InstanceId(event.role, event.rank)]
-    return Loss(instance=one.id, epoch=one.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
 
 
 def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
@@ -478,7 +482,7 @@ def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
     scope = tuple(InstanceId(role, rank) for role, rank, _ in event.scope)
     coordinator = FailoverCoordinator(ctx)
     # A world that changes its size continues in the processes that live.
-    shrinks = {role for role, _ in event.leave if _is_world_of(ctx, role)}
+    shrinks = {role for role, _ in event.leave if is_world(ctx.role(role))}
     wide = coordinator.whole_roles(event.level, event.role) - shrinks
     lost = coordinator.lost(event.level, cause) if ctx.losses or cause.reason is not Reason.RESIZED else ()
     fresh = replaced(ctx.plan, lost, wide)
@@ -496,22 +500,15 @@ def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
         move_reason=event.move_reason,
         delay_s=delay_s,
         released=delay_s == 0.0,
-        rolled_back=not _touches_state(ctx, scope) or event.level is Level.JOB or _opens_nothing(event, cause),
+        rolled_back=event.level is Level.JOB
+        or (event.level is Level.NODE and not may_move(cause))  # it opens nothing
+        or not any(member.role in ctx.plan.stateful for member in scope),
     )
-
-
-def _opens_nothing(event: FailoverStarted, cause: Loss) -> bool:
-    return event.level is Level.NODE and not may_move(cause)
-
-
-def _touches_state(ctx: JobContext, scope: tuple[InstanceId, ...]) -> bool:
-    return any(member.role in ctx.plan.stateful for member in scope)
 
 
 def _backoff_s(ctx: JobContext, cause: Loss) -> float:
     """0 for the first failure of the role in its window, then the base of the contract, doubled each time."""
-    assert ctx.spec is not None
-    fail = ctx.spec.role(cause.instance.role).fail
+    fail = ctx.role(cause.instance.role).fail
     earlier = sum(
         1
         for charge in ctx.charges
@@ -531,9 +528,13 @@ def _superseded(ctx: JobContext, by: Failover) -> tuple[Failover, ...]:
     return tuple(replace(one, superseded_by=by.number) if taken_over(one) else one for one in ctx.failovers)
 
 
+def end_or_retry(ctx: JobContext, ending: Ending) -> JobContext:
+    """End the attempt at a commit: for good, or for another one."""
+    return shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+
+
 def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
-    ending = job_level_ending(ctx, cause)
-    ctx = shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    ctx = end_or_retry(ctx, job_level_ending(ctx, cause))
     return replace(ctx, losses=(), escalated=None, diagnosed=False, checked=None, open_failover=None)
 
 
@@ -547,8 +548,8 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
 
     stays = event.move_reason is Reason.NO_NODE
     barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
-    moved = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
-    if (event.level is Level.NODE and not moved) or leave:
+    movers = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
+    if (event.level is Level.NODE and not movers) or leave:
         # Who was lost elsewhere, by its peer's end, says nothing of its own node.
         own = {loss.node for loss in ctx.losses if loss.instance in leave or loss.reason in OF_THE_NODE}
         bad = own | {failover.cause.node}
@@ -568,7 +569,10 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
 
     # Without another node no instance waits for one: who is not replaced now comes up again where it was, too.
     back = [one for one in unplaced(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
-    asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
+    asks = tuple(
+        moved(ask, AskState.GRANTED) if ask.state is AskState.HELD and frozenset(ask.everybody) == movers else ask
+        for ask in ctx.asks
+    )
     instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]
     return replace(
         ctx.with_instances(instances).with_placement(ctx.placement, asks),
@@ -584,8 +588,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
 
 def _in_background(ctx: JobContext, member: InstanceId, lost: frozenset[InstanceId]) -> bool:
     """True when the job does not wait for the replacement: a spare takes over, or fewer members suffice."""
-    assert ctx.spec is not None
-    role = ctx.spec.role(member.role)
+    role = ctx.role(member.role)
     if member not in lost or not role.serves:
         return False
     members = [one for one in ctx.of_role(role.name) if one.id not in lost and one.state is InstanceState.READY]

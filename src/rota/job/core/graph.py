@@ -8,26 +8,12 @@ from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
 from rota.spec.ids import InstanceId, RoleName
-from rota.spec.job import JobSpec
+from rota.spec.job import JobSpec, arrow_of
 
 EdgeType = Literal["call", "stream", "handoff", "grad", "weights", "mesh", "lease"]
 """``mesh`` and ``grad`` are tight: both ends fail together. ``lease`` is tight for placement alone."""
 
 T = TypeVar("T", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One end of an edge as written: an operation of a role, or a stream (``role`` is then None)."""
-
-    text: str
-    role: RoleName | None = None
-    op: str = ""
-
-    @property
-    def vertex(self) -> str:
-        """Name of its vertex in the data flow: the role or the stream."""
-        return self.role or self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +68,7 @@ class Graph:
 
     def mesh_peers(self, instance: InstanceId) -> tuple[InstanceId, ...]:
         """The members of the process group of this instance in rank order; itself alone when its role has no mesh."""
-        if self.edges_of_kind(instance.role, "mesh"):
-            return self.ranks[instance.role]
-        return (instance,)
-
-    def edges_of_kind(self, role: str, kind: EdgeType) -> tuple[RoleEdge, ...]:
-        """Edges of one kind that touch a role."""
-        return tuple(edge for edge in self.edges if edge.kind == kind and role in (edge.source, edge.target))
+        return self.ranks[instance.role] if instance.role in self.worlds else (instance,)
 
     def waits_for(self, role: RoleName) -> frozenset[RoleName]:
         """Every role that must be ready before ``role`` starts, directly or not."""
@@ -142,17 +122,6 @@ def expand(spec: JobSpec) -> Graph:
     )
 
 
-def endpoint(spec: JobSpec, text: str) -> Endpoint:
-    """Read one end of an edge: the longest role name that fits, else the name of a stream or of a bare role."""
-    if any(stream.name == text for stream in spec.streams):
-        return Endpoint(text)
-    fits = [role.name for role in spec.roles if text == role.name or text.startswith(role.name + ".")]
-    if not fits:
-        return Endpoint(text)
-    role = max(fits, key=len)
-    return Endpoint(text, role, text[len(role) + 1 :])
-
-
 def data_flow_order(spec: JobSpec) -> tuple[str, ...]:
     """All roles, producers before consumers; ties in the order of the file. A cycle is cut where it closes."""
     arrows = data_flow(spec)
@@ -179,7 +148,7 @@ def data_flow(spec: JobSpec) -> dict[str, tuple[str, ...]]:
     """Arrows of the data flow between roles and streams: call, stream, handoff and grad-forward edges."""
     arrows: dict[str, dict[str, None]] = {}
     for edge in spec.edges:
-        source, target = endpoint(spec, edge.source).vertex, endpoint(spec, edge.target).vertex
+        source, target = arrow_of(spec, edge)
         arrows.setdefault(source, {})[target] = None
     return {source: tuple(targets) for source, targets in arrows.items()}
 
@@ -295,7 +264,7 @@ def _named(members: Sequence[InstanceId]) -> str:
 def _role_edges(spec: JobSpec) -> Iterator[RoleEdge]:
     names = {role.name for role in spec.roles}
     for edge in spec.edges:
-        yield RoleEdge(endpoint(spec, edge.source).vertex, endpoint(spec, edge.target).vertex, edge.kind)
+        yield RoleEdge(*arrow_of(spec, edge), edge.kind)
     for weights in spec.weights:
         if {weights.source, weights.target} <= names:
             yield RoleEdge(weights.source, weights.target, "weights")

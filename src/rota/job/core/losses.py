@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rota.job.core import migration, resize, shutdown
+from rota.job.core import migration, resize, shutdown, survival
 from rota.job.core.context import (
-    NO_NODE_ID,
     Charge,
     Ending,
     Failover,
-    GangState,
     HeldGang,
     InstanceRecord,
     JobContext,
@@ -18,8 +16,8 @@ from rota.job.core.context import (
     replace,
 )
 from rota.job.core.desired import timers
-from rota.job.core.failover import PLATFORM, job_level_ending
-from rota.job.core.resize import first, refused
+from rota.job.core.failover import PLATFORM, end_or_retry, job_level_ending
+from rota.job.core.resize import anew, refused
 from rota.job.core.transitions import moved
 from rota.spec.codec import JsonObject
 from rota.spec.events import (
@@ -34,7 +32,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import GangState, InstanceState, JobState, Level
 
 GONE_TEXT = "its process was gone when the master came back"
 
@@ -44,36 +42,22 @@ def lose(ctx: JobContext, event: InstanceLost) -> JobContext:
 
     Either way its process is kept on record until a stop of it has come back: a report of a death may be wrong.
     """
-    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    one = ctx.instances.get(event.instance)
     if one is None or one.ended or one.state is InstanceState.LOST or not _concerns(one, event):
         return ctx
-    loss = Loss(
-        instance=one.id,
-        epoch=one.epoch,
-        reason=event.reason,
-        text=event.text,
-        traceback=event.traceback,
-        at_s=ctx.at_s,
-    )
+    loss = ctx.loss(one, event.reason, event.text, event.traceback)
     if event.reason is Reason.STATE_LOST:  # it was looked for: no memory has it
-        ctx = replace(ctx, hosts=tuple(there for there in ctx.hosts if there[0] != one.id))
-    return _lost(ctx, [one], loss)
+        ctx = survival.without_state(ctx, one.id)
+    return _lost(ctx, one, loss)
 
 
 def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
     """No progress within the limit: the instance is given up, and its process stopped by the recovery."""
-    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    one = ctx.instances.get(event.instance)
     if one is None or one.epoch != event.epoch or one.state is not InstanceState.READY:
         return ctx
-    loss = Loss(
-        instance=one.id,
-        epoch=one.epoch,
-        reason=event.reason,
-        text=event.text or f"no progress for {event.idle_s:.0f} s",
-        traceback=event.stacks,
-        at_s=ctx.at_s,
-    )
-    return _lost(ctx, [one], loss)
+    text = event.text or f"no progress for {event.idle_s:.0f} s"
+    return _lost(ctx, one, ctx.loss(one, event.reason, text, event.stacks))
 
 
 def stopped(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
@@ -133,9 +117,15 @@ def roll_back(ctx: JobContext, event: RolledBack) -> JobContext:
     """State is back at an earlier commit, the cut of its streams with it; work after it counts no more."""
     if event.to_commit > ctx.committed:
         return ctx
+    ctx = survival.without_later(ctx, event.to_commit)
     if event.to_commit < ctx.committed:
-        ctx = replace(ctx, cursor=ctx.checkpoint_cursor if event.to_commit else {})
-    return replace(_with_failover(ctx, rolled_back=True), committed=event.to_commit, rollback_to=None)
+        from_copy = event.to_commit == ctx.copied_n and event.to_commit != ctx.checkpoint_n
+        cursor = ctx.copied_cursor if from_copy else ctx.checkpoint_cursor
+        ctx = replace(ctx, cursor=cursor if event.to_commit else {})
+    if event.to_commit < ctx.copied_n:
+        ctx = replace(ctx, copied_n=0, copies=())
+    ctx = _with_failover(ctx, rolled_back=True)
+    return replace(ctx, committed=event.to_commit, rollback_to=None, resume_from=None)
 
 
 def reattach(ctx: JobContext, event: Reattached) -> JobContext:
@@ -154,15 +144,14 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
     if ctx.placement is None:
         return ctx
     missing = _missing_gang(ctx, event.gangs)
-    if missing is not None and any(gang.state == "reserved" and gang != missing for gang in ctx.gangs):
+    if missing is not None and any(gang.state is GangState.RESERVED and gang != missing for gang in ctx.gangs):
         ctx = replace(ctx, gangs=tuple(gang for gang in ctx.gangs if gang != missing))
     for one in absent:
         # Known to be absent: the one case in which no stop is needed before the next start.
         away = event.hosts and one.id in ctx.bound and ctx.bundle(one.id)[1].host not in event.hosts
         unplaced = missing is not None and one.id in ctx.bound and ctx.bundle(one.id)[0] == missing.id
         reason = Reason.NODE_LOST if away else Reason.ENGINE_LOST if unplaced else Reason.SIGNALLED
-        loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
-        ctx = _lost(ctx, [replace(one, process=None)], loss)
+        ctx = _lost(ctx, replace(one, process=None), ctx.loss(one, reason, GONE_TEXT))
     if missing is not None and not ctx.losses:
         return _without_reservation(ctx, missing)
     return ctx
@@ -172,11 +161,13 @@ def _is_gone(one: InstanceRecord, alive: Mapping[InstanceId, set[Epoch]]) -> boo
     return one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
 
 
-def _lost(ctx: JobContext, given_up: list[InstanceRecord], loss: Loss) -> JobContext:
-    node = ctx.bundle(loss.instance)[1].node if loss.instance in ctx.bound else NO_NODE_ID
-    loss = replace(loss, node=node)
-    lost = [moved(one, InstanceState.LOST, running=False, error=loss) for one in given_up]
-    return moved(ctx.with_instances(lost), JobState.RECOVERING, losses=(*ctx.losses, loss))
+def _lost(ctx: JobContext, one: InstanceRecord, loss: Loss) -> JobContext:
+    if one.id in ctx.bound:
+        place = ctx.bundle(one.id)[1]
+        loss = replace(loss, node=place.node)
+        ctx = survival.without_host(ctx, place.host) if loss.reason is Reason.NODE_LOST else ctx
+    lost = moved(one, InstanceState.LOST, running=False, error=loss)
+    return moved(ctx.with_instances([lost]), JobState.RECOVERING, losses=(*ctx.losses, loss))
 
 
 def _concerns(one: InstanceRecord, event: InstanceLost) -> bool:
@@ -197,14 +188,8 @@ def _blame_late(ctx: JobContext, doing: Mapping[str, str]) -> JobContext:
     late = [one for one in ctx.instances.values() if one.state is InstanceState.STARTING]
     late = late or [one for one in ctx.instances.values() if one.state is InstanceState.STALE]
     for one in late:
-        loss = Loss(
-            instance=one.id,
-            epoch=one.epoch,
-            reason=Reason.START_TIMEOUT,
-            text=f"not ready within {ctx.at_s - ctx.starting_s:.0f} s; {doing.get(str(one.id), 'nothing was heard')}",
-            at_s=ctx.at_s,
-        )
-        ctx = _lost(ctx, [one], loss)
+        text = f"not ready within {ctx.at_s - ctx.starting_s:.0f} s; {doing.get(str(one.id), 'nothing was heard')}"
+        ctx = _lost(ctx, one, ctx.loss(one, Reason.START_TIMEOUT, text))
     return ctx
 
 
@@ -225,26 +210,21 @@ def _with_unexpected(one: InstanceRecord, alive: set[Epoch]) -> InstanceRecord:
 def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[HeldGang]:
     known = {(gang.id, gang.epoch) for gang in ctx.gangs}
     extra = dict.fromkeys(pair for pair in found if pair not in known)
-    return (HeldGang(id=gang, epoch=epoch, state="releasing") for gang, epoch in extra)
+    return (HeldGang(id=gang, epoch=epoch, state=GangState.RELEASING) for gang, epoch in extra)
 
 
 def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> HeldGang | None:
     """A reservation that the log has and the engine has not: the engine forgot it."""
-    return next((gang for gang in ctx.gangs if gang.state == "reserved" and (gang.id, gang.epoch) not in found), None)
+    return next(
+        (gang for gang in ctx.gangs if gang.state is GangState.RESERVED and (gang.id, gang.epoch) not in found), None
+    )
 
 
 def _without_reservation(ctx: JobContext, gang: HeldGang) -> JobContext:
     """The engine lost a reservation: the job goes back to the queue, and continues from its last commit."""
     first = next(iter(ctx.instances.values()))
-    cause = Loss(
-        instance=first.id,
-        epoch=first.epoch,
-        reason=Reason.ENGINE_LOST,
-        text=f"the engine no longer has the reservation {gang.id}",
-        at_s=ctx.at_s,
-    )
-    ending = job_level_ending(ctx, cause)
-    return shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    cause = ctx.loss(first, Reason.ENGINE_LOST, f"the engine no longer has the reservation {gang.id}")
+    return end_or_retry(ctx, job_level_ending(ctx, cause))
 
 
 CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry", "labels"})
@@ -258,15 +238,14 @@ def stop(ctx: JobContext, event: StopAsked) -> JobContext:
 
 def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
     """The engine did not give the reservation: back to the queue some times, then the end."""
-    without = without_gang(ctx, event.gang, event.epoch, "reserving")
+    without = without_gang(ctx, event.gang, event.epoch, GangState.RESERVING)
     if without is ctx:
         return ctx
     if (asked := refused(without, event.gang)) is not None:
         return asked
     first = next(iter(ctx.instances.values()))
-    cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
-    ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
-    return shutdown.begin(without, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    ending = job_level_ending(ctx, ctx.loss(first, event.reason, event.text))
+    return end_or_retry(without, replace(ending, role=None, rank=None))
 
 
 def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) -> JobContext:
@@ -282,7 +261,6 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
     """
     if event.attempt != ctx.attempt or not ctx.released:
         return ctx  # a job in the queue holds nothing, so a report that comes before the release says nothing
-    assert ctx.spec is not None
     charges = tuple(charge for charge in ctx.charges if charge.platform)
     free = not event.counts and event.reason in PLATFORM
     if free:
@@ -305,25 +283,24 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         free_requeues=ctx.free_requeues + (1 if free else 0),
         used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,
         rollback_to=None,
-        instances={
-            one.id: replace(
-                first(ctx.spec.role(one.id.role), one.id), epoch=one.epoch, restarts=one.restarts, error=one.error
-            )
-            for one in ctx.instances.values()
-        },
+        instances={one.id: anew(ctx, one, one.epoch) for one in ctx.instances.values()},
     )
 
 
 def restore_point(ctx: JobContext) -> JobContext:
-    """Where a new attempt starts: the last commit if its state survived, else the newest checkpoint.
+    """Where a new attempt starts: the last commit if its state survived, else the newest copy or checkpoint; or at the
+    checkpoint that its user chose.
 
     State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
     found again by an instance of the same role and rank on the same host.
     """
-    newest = min(ctx.checkpoint_n, ctx.committed) if shutdown.missing(ctx) else ctx.committed
+    newest = survival.surviving(ctx)
+    if ctx.resume_from is not None:
+        newest = min(newest, ctx.resume_from)
     if newest < ctx.committed:
         return replace(ctx, rollback_to=newest)
-    return replace(ctx, rollback_to=None, hosts=shutdown.hosts_now(ctx))
+    fetches = any(survival.source_for(ctx, one) is not None for one in survival.keepers(ctx))
+    return replace(ctx, rollback_to=None, hosts=ctx.hosts if fetches else survival.hosts_now(ctx))
 
 
 def changeable(changes: JsonObject) -> JsonObject:

@@ -9,9 +9,10 @@ stepped, everything that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from rota.job.core import losses, migration, resize, shutdown
+from rota.job.core import losses, migration, resize, shutdown, survival
 from rota.job.core.context import Ending, HeldGang, InstanceRecord, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
@@ -21,6 +22,7 @@ from rota.job.core.transitions import InvalidTransition, moved
 from rota.spec.commands import Command
 from rota.spec.events import (
     CheckpointSaved,
+    CommitCopied,
     Committed,
     Event,
     FailoverEnded,
@@ -32,6 +34,7 @@ from rota.spec.events import (
     GangReserveFailed,
     GangWaits,
     InstanceEnded,
+    InstanceEvent,
     InstanceLost,
     InstanceReady,
     InstanceStarted,
@@ -54,10 +57,10 @@ from rota.spec.events import (
     StopAsked,
     TimerFired,
 )
-from rota.spec.ids import Epoch, InstanceId, JobId
-from rota.spec.job import JobSpec, changed_spec
+from rota.spec.ids import Epoch, GangId, JobId
+from rota.spec.job import JobSpec, changed_spec, started_spec
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import GangState, InstanceState, JobState
 
 WAITING = frozenset({JobState.SUBMITTED, JobState.QUEUED, JobState.PAUSED})
 """The job holds nothing."""
@@ -68,22 +71,35 @@ def initial(job: JobId) -> JobContext:
     return JobContext(job=job)
 
 
-def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ...]]:
-    """Apply one record of the job; the time is that of the record. A record that was applied before changes nothing.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A context, the commands to begin now, and the ids of all that are under way with them."""
 
-    Raises ValueError for a record of another job or one that leaves a gap: the caller must read the log again.
+    ctx: JobContext
+    commands: tuple[Command, ...]
+    begun: frozenset[str]
+
+
+def step(ctx: JobContext, records: Iterable[Record], begun: frozenset[str]) -> Step:
+    """Apply records of the job that were read together, while the commands ``begun`` are under way.
+
+    What one record asked for and a later one took back is not begun; what was taken back and asked for again is begun
+    anew. Raises as ``fold`` does.
     """
-    after = fold(ctx, record)
-    if after is ctx:
-        return ctx, ()
-    before = {command.id for command in wanted(ctx)}
-    return after, tuple(command for command in wanted(after) if command.id not in before)
+    commands: tuple[Command, ...] = ()
+    for record in records:
+        ctx = fold(ctx, record)
+        commands = wanted(ctx)
+        begun &= {command.id for command in commands}
+    new = tuple(command for command in commands if command.id not in begun)
+    return Step(ctx, new, begun | {command.id for command in new})
 
 
 def fold(ctx: JobContext, record: Record) -> JobContext:
-    """The context after a record, for those who look on and command nothing.
+    """The context after a record, for those who look on and command nothing; the time is that of the record.
 
-    Raises ValueError as ``step`` does, and InvalidTransition.
+    A record that was applied before changes nothing. Raises ValueError for a record of another job or one that leaves
+    a gap: the caller must read the log again; InvalidTransition.
     """
     if record.job != ctx.job:
         raise ValueError(f"record {record.number} is of {record.job}, not of {ctx.job}")
@@ -99,14 +115,6 @@ def fold(ctx: JobContext, record: Record) -> JobContext:
         raise
 
 
-def replay(job: JobId, records: tuple[Record, ...], snapshot: JobContext | None = None) -> JobContext:
-    """The context after all ``records``; those that a snapshot covers are skipped."""
-    ctx = snapshot or initial(job)
-    for record in records:
-        ctx, _ = step(ctx, record)
-    return ctx
-
-
 def apply(ctx: JobContext, event: Event) -> JobContext:
     """The event alone, without its consequences: every (state, event) pair that matters is a line."""
     if ctx.state.terminal:
@@ -120,10 +128,11 @@ def apply(ctx: JobContext, event: Event) -> JobContext:
 
 def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
     match ctx.state, event:
-        case JobState.SUBMITTED, JobSubmitted(spec=spec, workdir=workdir, user=owner):
-            return _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
-        case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec)):
-            return moved(_with_spec(ctx, spec) if spec else ctx, JobState.QUEUED)
+        case JobState.SUBMITTED, JobSubmitted(spec=spec, workdir=workdir, user=owner, continues=earlier):
+            submitted = _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
+            return submitted if earlier is None else survival.continued(submitted, earlier)
+        case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec, from_commit=chosen)):
+            return moved(_with_spec(ctx, spec) if spec else ctx, JobState.QUEUED, resume_from=chosen)
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
             return _with_spec(ctx, spec)
         case _, JobChanged(changes=changes) if ctx.spec is not None:
@@ -142,8 +151,9 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
 
 def _apply_live(ctx: JobContext, event: Event) -> JobContext:
     match ctx.state, event:
-        case _, InstanceReady():
-            return _with_instance(ctx, event, lambda one: _ready(one, event))
+        case _, InstanceReady(instance=instance, restored=restored):
+            ready = _with_instance(ctx, event, lambda one: _ready(one, event))
+            return ready if ready is ctx else survival.fetched(ready, instance, restored)
         case _, InstanceEnded(epoch=epoch):
             return _with_instance(ctx, event, lambda one: _ended(one, epoch))
         case _, InstanceLost():
@@ -192,11 +202,11 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case JobState.STOPPING, StopAsked() if ending.phase != "stop":
             return shutdown.stopped_now(ctx)
         case JobState.RECOVERING, PreemptAsked():
-            return shutdown.preempted(ctx, event)
+            return shutdown.preempted(ctx, event, ending)
         case JobState.PREEMPTING, PreemptAsked():
-            return shutdown.preempted_again(ctx, event)
+            return shutdown.preempted_again(ctx, event, ending)
         case _, GangReserveFailed(gang=gang, epoch=epoch):
-            return losses.without_gang(ctx, gang, epoch, "reserving")
+            return losses.without_gang(ctx, gang, epoch, GangState.RESERVING)
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
             queued = losses.requeue(ctx, event)
             return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
@@ -224,16 +234,18 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
             return losses.reattach(ctx, event)
         case GangReserved(gang=gang, epoch=epoch):
-            return _reserved(ctx, HeldGang(id=gang, epoch=epoch, state="reserved"))
+            return _reserved(ctx, gang, epoch)
         case GangReleased(gang=gang, epoch=epoch):
-            return resize.released(losses.without_gang(ctx, gang, epoch, "releasing"), gang)
+            return resize.released(losses.without_gang(ctx, gang, epoch, GangState.RELEASING), gang)
         case InstanceStarted():
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
             return _with_instance(ctx, event, lambda one: losses.stopped(one, epoch))
-        case CheckpointSaved(n=n, path=path, cursor=cursor) if ctx.checkpoint_n <= n <= losses.kept(ctx):
-            saved = replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
+        case CheckpointSaved(n=n) if ctx.checkpoint_n <= n <= losses.kept(ctx):
+            saved = survival.note_checkpoint(ctx, event)
             return replace(saved, boundary=migration.at_boundary(saved))
+        case CommitCopied():
+            return survival.note_copies(ctx, event, losses.kept(ctx))
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
@@ -249,8 +261,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
 def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
     """Another spec between two attempts; what is known of instances that it still has is kept."""
     graph = expand(spec)
-    instances = {one: ctx.instances.get(one) or resize.first(spec.role(one.role), one) for one in graph.instances}
-    return replace(ctx, spec=spec, next_spec=None, graph=graph, instances=instances)
+    return replace(ctx, spec=spec, next_spec=None, graph=graph, instances=resize.members_of(ctx, spec, graph))
 
 
 def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
@@ -258,7 +269,9 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
     if ctx.spec is None or event.attempt <= ctx.attempt:
         return ctx
     epoch = Epoch(max(event.epoch, ctx.epoch_max + 1))
-    spec, graph = ctx.spec, ctx.plan
+    if (spec := started_spec(ctx.spec, event.starts)) is not ctx.spec:
+        ctx = replace(ctx, spec=spec, graph=expand(spec))
+    graph = ctx.plan
     ctx = moved(
         ctx,
         JobState.ADMITTED,
@@ -268,29 +281,26 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
         starting_s=ctx.at_s,
         gangs=(
             *ctx.gangs,
-            *(HeldGang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
+            *(HeldGang(id=request.gang, epoch=epoch, state=GangState.RESERVING) for request in requests_of(spec)),
         ),
-        instances={
-            one: replace(resize.first(spec.role(one.role), one), epoch=epoch, restarts=old.restarts, error=old.error)
-            for one, old in ((one, ctx.instances[one]) for one in graph.instances)
-        },
+        instances={one: resize.anew(ctx, ctx.instances[one], epoch) for one in graph.instances},
     )
     return losses.restore_point(ctx.with_placement(event.placement, ()))
 
 
-def _reserved(ctx: JobContext, gang: HeldGang) -> JobContext:
-    """Reserved as asked; one that is no longer wanted is given back."""
-    known = {(one.id, one.epoch): one for one in ctx.gangs}
-    match known.get((gang.id, gang.epoch)):
-        case HeldGang(state="reserving"):
-            gangs = tuple(gang if (one.id, one.epoch) == (gang.id, gang.epoch) else one for one in ctx.gangs)
+def _reserved(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:
+    """Reserved as asked; one that is not wanted any more is given back."""
+    known = next((one for one in ctx.gangs if (one.id, one.epoch) == (gang, epoch)), None)
+    match known:
+        case HeldGang(state=GangState.RESERVING):
+            gangs = tuple(moved(one, GangState.RESERVED) if one is known else one for one in ctx.gangs)
             # A boundary that was passed before there was a place says nothing of what would be lost by leaving now.
-            leaves = any(ask.gang == gang.id and ask.leaves for ask in ctx.asks)
+            leaves = any(ask.gang == gang and ask.leaves for ask in ctx.asks)
             return replace(ctx, gangs=gangs, boundary=ctx.boundary and not leaves)
         case HeldGang():
             return ctx
         case None:
-            return replace(ctx, gangs=(*ctx.gangs, replace(gang, state="releasing")))
+            return replace(ctx, gangs=(*ctx.gangs, HeldGang(id=gang, epoch=epoch, state=GangState.RELEASING)))
 
 
 def _started(one: InstanceRecord, event: InstanceStarted) -> InstanceRecord:
@@ -298,7 +308,9 @@ def _started(one: InstanceRecord, event: InstanceStarted) -> InstanceRecord:
     if one.process is not None and one.process.epoch == event.epoch:
         if one.state is not InstanceState.STARTING:
             return one
-        process = Process(epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time)
+        process = Process(
+            epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time, address=event.address
+        )
         return moved(one, InstanceState.STALE, process=process)
     if event.epoch in one.doomed:
         return one
@@ -330,7 +342,7 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
         metrics=event.metrics,
         charges=charges if len(charges) < len(ctx.charges) else ctx.charges,
     )
-    done = replace(done, hosts=shutdown.hosts_now(done))
+    done = replace(done, hosts=survival.hosts_now(done))
     return replace(done, boundary=migration.at_boundary(done))
 
 
@@ -345,12 +357,11 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
 
 
 Change = Callable[[InstanceRecord], InstanceRecord]
-_OfInstance = InstanceStarted | InstanceReady | InstanceEnded | InstanceLost | InstanceStopped | ProgressStalled
 
 
-def _with_instance(ctx: JobContext, event: _OfInstance, change: Change) -> JobContext:
+def _with_instance(ctx: JobContext, event: InstanceEvent, change: Change) -> JobContext:
     """Apply ``change`` to the instance an event speaks of; an instance that the job does not have changes nothing."""
-    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    one = ctx.instances.get(event.instance)
     if one is None:
         return ctx
     changed = change(one)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rota.job.core import shutdown
-from rota.job.core.context import Ending, JobContext, Loss, replace
+from rota.job.core import shutdown, survival
+from rota.job.core.context import NAMED_MAX, Ending, JobContext, NotYet, replace
 from rota.job.core.failover import FailoverCoordinator
-from rota.job.core.resize import departing, held, waits_to_grow
+from rota.job.core.resize import departing, held, next_scope, waits_to_grow
 from rota.spec.events import FailoverStarted, MoveAsked
-from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
@@ -28,7 +27,7 @@ def needs_save(ctx: JobContext) -> bool:
         return False
     place = held(ctx)
     return any(
-        shutdown.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances)
+        survival.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances)
     )
 
 
@@ -67,24 +66,28 @@ def save_until(ctx: JobContext) -> float | None:
     return end_s if ctx.at_s < end_s else None
 
 
-def wanted_move(ctx: JobContext) -> FailoverStarted | None:
-    """The move that is due: another place is reserved, and there is a boundary, or nothing ever makes one."""
-    place = held(ctx)
-    if place is None or ctx.spec is None or ctx.state is not JobState.RUNNING:
-        return None
-    bounded = ctx.plan.loop is not None or any(role.run is not None for role in ctx.spec.roles)
-    if (bounded and not ctx.boundary) or save_until(ctx) is not None:
-        return None
-    first = departing(ctx)[0].id
+def wanted_move(ctx: JobContext) -> FailoverStarted | NotYet:
+    """The move that is due: another place is reserved, and there is a boundary, or nothing ever makes one.
+
+    Without a node to be left, the reason is empty.
+    """
+    place, there = held(ctx), departing(ctx)
+    if place is None or ctx.state is not JobState.RUNNING:
+        names = ", ".join(str(one.id) for one in there[:NAMED_MAX])
+        return NotYet(f"there is no other place for {names}, whose node is drained" if there else "")
+    bounded = ctx.plan.loop is not None or any(role.run is not None for role in ctx.roles)
+    if bounded and not ctx.boundary:
+        return NotYet(f"the instances on {place.leaves}, which is drained, leave at a commit or checkpoint")
+    if save_until(ctx) is not None:
+        return NotYet("the state of the last commit is being written to disk, before its node is left")
+    first = there[0].id
     text = f"{len(place.everybody)} of its instances leave {place.leaves}, which is drained"
-    cause = Loss(instance=first, epoch=ctx.instances[first].epoch, reason=Reason.MIGRATED_DRAIN, at_s=ctx.at_s)
-    restore = min(ctx.checkpoint_n, ctx.committed) if needs_save(ctx) else ctx.committed
-    epoch = Epoch(ctx.epoch_max + 1)
-    scope = FailoverCoordinator(ctx).scope(Level.NODE, cause, restore)
+    cause = ctx.loss(ctx.instances[first], Reason.MIGRATED_DRAIN)
+    restore = survival.surviving(ctx, place.everybody)
     return FailoverStarted(
         failover=ctx.failover_count + 1,
         level=Level.NODE,
-        scope=tuple((one.role, one.rank, epoch) for one in scope),
+        scope=next_scope(ctx, FailoverCoordinator(ctx).scope(Level.NODE, cause, restore)),
         restore=restore,
         reason=cause.reason,
         role=first.role,

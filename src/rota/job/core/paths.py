@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rota.job.core.graph import endpoint
 from rota.spec.check import Finding
 from rota.spec.dispatch import Concat, EachRule, OpSpec, Shard
-from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge
+from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge, endpoint
 from rota.spec.resources import Res
 
 
@@ -96,14 +95,11 @@ def _walk(spec: JobSpec, head: StreamSpec, after: dict[str, tuple[int, str]], st
         op = role.interface.op(end.op) if role.interface else None
         stops.append(Stop(role=role, op=op or OpSpec(name=end.op, send="Each", recv="Concat")))
         micro = spec.edges[index].micro
-    sink = stops.pop() if tail is head and stops and _takes_batches(stops[-1].op) else None
+    takes_batches = bool(stops) and (not isinstance(stops[-1].op.send_rule, EachRule) or stops[-1].op.retry == "commit")
+    sink = stops.pop() if tail is head and takes_batches else None
     roles = {stop.role.name for stop in stops}
     edges = tuple(edge for edge in spec.weights if edge.target in roles or not stops)
     return Path(head=head, ledger=tail, stops=tuple(stops), sink=sink, micro=micro, weights=edges)
-
-
-def _takes_batches(op: OpSpec) -> bool:
-    return not isinstance(op.send_rule, EachRule) or op.retry == "commit"
 
 
 def faults_of(spec: JobSpec) -> Iterator[Finding]:

@@ -9,15 +9,23 @@ from typing import Literal
 
 from rota.job.core.graph import Graph, Merged, expand
 from rota.spec.check import Path
-from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Placement, Together
+from rota.spec.gang import (
+    CELL_LEVELS,
+    Apart,
+    BundleAsk,
+    BundleGrant,
+    CellLevel,
+    GangRequest,
+    Grant,
+    Placement,
+    Together,
+)
 from rota.spec.ids import GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec
 from rota.spec.resources import Res, types_of
 
 WHOLE = GangId("all")
 """The one gang of a job with ``gang: all``."""
-LEVELS: tuple[CellLevel, ...] = ("device", "socket", "node", "rack")
-"""From the narrowest cell to the widest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,13 @@ def separations(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
             yield from (Tie(a, b, near.level, line) for a in mine for b in other)
 
 
-def gang_requests(spec: JobSpec, graph: Graph) -> tuple[GangRequest, ...]:
+@lru_cache(maxsize=256)
+def requests_of(spec: JobSpec) -> tuple[GangRequest, ...]:
     """What the job needs: one gang, or with ``gang: subgraph`` one a sub-graph, in data-flow order.
 
     Sub-graphs that ``collocate`` or ``apart`` tie together are one gang, since a constraint never spans two requests.
     """
+    graph = expand(spec)
     return tuple(_request(spec, graph, gang, members) for gang, members in gangs(spec, graph))
 
 
@@ -86,12 +96,6 @@ def bind(request: GangRequest, grant: Grant) -> Mapping[InstanceId, BundleGrant]
         )
     granted = {bundle.index: bundle for bundle in grant.bundles}
     return {member: granted[ask.index] for ask in request.bundles for member in ask.members}
-
-
-@lru_cache(maxsize=256)
-def requests_of(spec: JobSpec) -> tuple[GangRequest, ...]:
-    """``gang_requests`` of a spec, computed once."""
-    return gang_requests(spec, expand(spec))
 
 
 @lru_cache(maxsize=256)
@@ -159,8 +163,8 @@ def _needs(spec: JobSpec, slot: Sequence[InstanceId]) -> Res:
     return Res(
         cpus=sum(role.res.cpus for role in roles),
         gpus=sum(gpus) if fractional else max(gpus),
-        gpu_type=_common_type([types_of(role.res.gpu_type) for role in roles if role.res.gpu_type]),
-        memory_bytes=sum(role.res.memory_bytes for role in roles),
+        gpu_type=_common_type([types_of(role.gpu_type) for role in roles if role.gpu_type]),
+        memory_bytes=sum(role.memory_ask for role in roles),
     )
 
 
@@ -179,7 +183,7 @@ def _apart(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iter
 
 def _together(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iterator[Together]:
     """Closed under transitivity: bundles tied over several lines of one level become one constraint."""
-    for level in LEVELS[1:]:
+    for level in CELL_LEVELS[1:]:
         merged: Merged[int] = Merged()
         tied: dict[int, None] = {}
         for tie in ties(spec, graph):

@@ -120,16 +120,12 @@ class WaitGraph:
         way: dict[str, WaitEdge] = {}
         vertex = min(members)
         while vertex not in way:
-            way[vertex] = max((wait for wait in inner if wait.source == vertex), key=_age)
+            way[vertex] = max((wait for wait in inner if wait.source == vertex), key=lambda wait: wait.age_s)
             vertex = way[vertex].target
         cycle = [way[vertex]]
         while cycle[-1].target != vertex:
             cycle.append(way[cycle[-1].target])
         return tuple(cycle)
-
-
-def _age(wait: WaitEdge) -> float:
-    return wait.age_s
 
 
 def components(after: Mapping[str, Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -334,12 +330,13 @@ def memory_evidence(signal: int | None, kills_before: int | None, kills_after: i
 
 _STORAGE: dict[int, Reason] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS), Reason.OUTPUT_FULL),
+    errno.EMFILE: Reason.OVER_LIMIT,
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO), Reason.DATA_UNREACHABLE),
 }
 
 
 def storage_reason(error: BaseException | None) -> Reason | None:
-    """OUTPUT_FULL or DATA_UNREACHABLE when an error, or one it came from, is of the disk: by its number."""
+    """Reason of an error of the disk or of open files, or of one it came from, by its number; None for others."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from rota.job.core.context import GangDemand, HeldGang, InstanceRecord, JobContext, Loss, replace
-from rota.job.core.graph import expand
+from rota.job.core.context import GangDemand, HeldGang, InstanceRecord, JobContext, Loss, NotYet, replace
+from rota.job.core.graph import Graph, expand
 from rota.job.core.placement import nodes_apart, request_of
 from rota.job.core.transitions import moved, without_process
 from rota.spec.commands import Emit
@@ -27,7 +27,7 @@ from rota.spec.gang import Grant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
 GROW_EVERY_S = 60.0
 """A world grows no more often than this."""
@@ -35,19 +35,30 @@ BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
 OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.NODE_SUSPECT, Reason.GPU_LOST, Reason.GPU_ECC})
 """Causes that lie in the node: nothing may be started there again."""
 PLANNED = frozenset({Reason.RESIZED, Reason.MIGRATED_DRAIN})
-"""Recoveries in which nothing was lost: they are no failures, and cost no budget."""
+"""Recoveries in which nothing was lost: they do not count as failures, and cost no budget."""
+_OPEN = (AskState.WANTED, AskState.ASKED)
 
 
 def first(role: RoleSpec, one: InstanceId) -> InstanceRecord:
     """The record of a member before an attempt: it starts with the gang, is on standby, or waits for a grant."""
     if one.rank >= role.gang_size:
         return InstanceRecord(id=one, state=InstanceState.GONE, retired=True)
-    return InstanceRecord(id=one, spare=one.rank >= role.replicas_min)
+    return InstanceRecord(id=one, spare=one.rank >= role.starts)
+
+
+def members_of(ctx: JobContext, spec: JobSpec, graph: Graph) -> dict[InstanceId, InstanceRecord]:
+    """The members under another spec; what is known of those that it still has is kept."""
+    return {one: ctx.instances.get(one) or first(spec.role(one.role), one) for one in graph.instances}
+
+
+def anew(ctx: JobContext, one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
+    """The record of a member before the next attempt: its restarts and its last failure are kept."""
+    return replace(first(ctx.role(one.id.role), one.id), epoch=epoch, restarts=one.restarts, error=one.error)
 
 
 def is_world(role: RoleSpec) -> bool:
     """True when the members are one process group whose size may change."""
-    return role.meshed and role.seats > role.gang_size
+    return role.meshed and role.resizes
 
 
 def world_of(role: RoleSpec, members: int) -> int:
@@ -66,14 +77,13 @@ def world_of(role: RoleSpec, members: int) -> int:
 
 def wanted_size(ctx: JobContext, role: RoleSpec) -> int:
     """How many members a role shall have: what was asked for, at most what it may have."""
-    top = role.replicas_max if role.seats > role.gang_size else role.replicas_min
+    top = role.replicas_max if role.resizes else role.replicas_min
     return min(ctx.sizes.get(role.name, top), top)
 
 
 def sized(ctx: JobContext) -> JobContext:
     """Every conclusion about sizes; one that is drawn already changes nothing."""
-    assert ctx.spec is not None
-    for role in ctx.spec.roles:
+    for role in ctx.roles:
         if is_world(role):
             ctx = _trimmed(ctx, role) if not any(one.process for one in ctx.of_role(role.name)) else ctx
             ctx = _asked(ctx, role)
@@ -84,8 +94,7 @@ def sized(ctx: JobContext) -> JobContext:
 
 def waits_for_answers(ctx: JobContext, role: RoleName) -> bool:
     """True while a world has not begun, and may still be granted more members."""
-    assert ctx.spec is not None
-    if not is_world(ctx.spec.role(role)) or any(one.process for one in ctx.of_role(role)):
+    if not is_world(ctx.role(role)) or any(one.process for one in ctx.of_role(role)):
         return False
     return any(not ask.answered and ask.everybody[0].role == role for ask in ctx.asks)
 
@@ -113,12 +122,12 @@ def leaves(ctx: JobContext, ask: GangDemand) -> bool:
 
 def held(ctx: JobContext) -> GangDemand | None:
     """The place that is reserved for those who are to leave their node."""
-    have = {gang.id for gang in ctx.gangs if gang.state == "reserved"}
+    have = {gang.id for gang in ctx.gangs if gang.state is GangState.RESERVED}
     return next((ask for ask in ctx.asks if ask.gang in have and _is_held(ctx, ask)), None)
 
 
 def _is_held(ctx: JobContext, ask: GangDemand) -> bool:
-    return ask.state == "held" and not ask.back and leaves(ctx, ask)
+    return ask.state is AskState.HELD and not ask.back and leaves(ctx, ask)
 
 
 def has_place(ctx: JobContext, one: InstanceRecord) -> bool:
@@ -133,30 +142,30 @@ def ask_emits(ctx: JobContext) -> Iterator[Emit]:
     """Asks that the scheduler does not know yet, and those that it shall forget."""
     assert ctx.spec is not None
     for ask in ctx.asks:
-        if ask.state == "wanted":
+        if ask.state is AskState.WANTED:
             request = request_of(ctx.spec, ask.gang, ask.everybody)
             yield Emit(
                 event=GangAsked(request=request, avoid=ask.avoid, apart=ask.apart, lost=ask.lost), key=f"ask/{ask.gang}"
             )
-        elif ask.state == "dropped":
+        elif ask.state is AskState.DROPPED:
             yield Emit(event=GangReleased(gang=ask.gang, epoch=ask.epoch), key=f"drop/{ask.gang}")
 
 
 def noted(ctx: JobContext, event: GangAsked) -> JobContext:
     """The scheduler can know of an ask."""
-    return _with_ask(ctx, event.request.gang, "wanted", state="asked")
+    return _with_ask(ctx, event.request.gang, AskState.WANTED, AskState.ASKED)
 
 
 def granted(ctx: JobContext, event: GangGranted) -> JobContext:
     """Reserve it; members that are not waited for come up in the background."""
-    ask = next((one for one in ctx.asks if one.gang == event.gang and one.state == "asked"), None)
+    ask = next((one for one in ctx.asks if one.gang == event.gang and one.state is AskState.ASKED), None)
     if ask is None or ctx.placement is None or len(event.bundles) != len(ask.members):
         return ctx
     grant = Grant(gang=ask.gang, bundles=event.bundles)
     placement = Placement(gangs=(*ctx.placement.gangs, grant))
-    ctx = _with_ask(ctx, ask.gang, "asked", state="held" if ask.leaves else "granted", answered=True)
+    ctx = _with_ask(ctx, ask.gang, AskState.ASKED, AskState.HELD if ask.leaves else AskState.GRANTED, answered=True)
     ctx = ctx.with_placement(placement, ctx.asks)
-    gangs = (*ctx.gangs, HeldGang(id=ask.gang, epoch=ask.epoch, state="reserving"))
+    gangs = (*ctx.gangs, HeldGang(id=ask.gang, epoch=ask.epoch, state=GangState.RESERVING))
     if ask.leaves:
         return replace(ctx, gangs=gangs)
     coming = [_coming(ctx.instances[member], ask.epoch) for member in ask.everybody]
@@ -165,7 +174,7 @@ def granted(ctx: JobContext, event: GangGranted) -> JobContext:
 
 def waits(ctx: JobContext, event: GangWaits) -> JobContext:
     """No grant now. Members whose old node is fit stay there; the others wait."""
-    ctx = _with_ask(ctx, event.gang, "asked", answered=True)
+    ctx = _with_ask(ctx, event.gang, AskState.ASKED, answered=True)
     ask = next((one for one in ctx.asks if one.gang == event.gang), None)
     moves = ask is not None and any(not ctx.instances[one].retired for one in ask.everybody)
     failover = ctx.failover
@@ -214,8 +223,7 @@ def _refused(ctx: JobContext, one: InstanceRecord, avoid: tuple[NodeId, ...]) ->
 
     Another asks anew, and avoids what it avoided before and the node that was granted.
     """
-    assert ctx.spec is not None
-    role = ctx.spec.role(one.id.role)
+    role = ctx.role(one.id.role)
     others = len(ctx.active_of(role.name)) - 1
     if one.retired or one.spare or (is_world(role) and others and world_of(role, others) == others):
         return moved(one, InstanceState.GONE, retired=True, spare=False)
@@ -230,15 +238,13 @@ def released(ctx: JobContext, gang: GangId) -> JobContext:
 
 def scaled(ctx: JobContext, event: ScaleAsked) -> JobContext:
     """Another number of members is wanted. A role that cannot change its size keeps it."""
-    role = next((role for role in ctx.spec.roles if role.name == event.role), None) if ctx.spec else None
-    if role is None or event.n < 1 or not (role.serves or is_world(role)):
+    role = next((role for role in ctx.roles if role.name == event.role), None)
+    if ctx.spec is None or role is None or event.n < 1 or not (role.serves or is_world(role)):
         return ctx
-    assert ctx.spec is not None
     spec = resized_spec(ctx.spec, event)
     graph = expand(spec)
-    instances = {one: ctx.instances.get(one) or first(spec.role(one.role), one) for one in graph.instances}
     after = resized_spec(ctx.next_spec, event) if ctx.next_spec else None
-    ctx = replace(ctx, spec=spec, next_spec=after, graph=graph, instances=instances)
+    ctx = replace(ctx, spec=spec, next_spec=after, graph=graph, instances=members_of(ctx, spec, graph))
     return replace(ctx.with_placement(ctx.placement, ctx.asks), sizes={**ctx.sizes, event.role: event.n})
 
 
@@ -258,7 +264,7 @@ def resized_spec(spec: JobSpec, event: ScaleAsked) -> JobSpec:
 
 def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
     """Fill the role to its size; the rest is on standby up to its number, and surplus members leave."""
-    want, standby = wanted_size(ctx, role), role.gang_size - role.replicas_min
+    want, standby = wanted_size(ctx, role), role.spares
     present = [one for one in ctx.of_role(role.name) if not one.retired]
     surplus = present[want + standby :] if len(present) > want + standby else []
     changed = [leaving(one, one.epoch) for one in surplus]
@@ -289,19 +295,19 @@ def without(ctx: JobContext, gang: GangId) -> JobContext | None:
 
     Those of a world leave by its next recovery, the others now. A place that is only held for a move has none yet.
     """
-    ask = next((one for one in ctx.asks if one.gang == gang and one.state in ("granted", "held")), None)
-    if ask is None or ctx.spec is None:
+    ask = next((one for one in ctx.asks if one.gang == gang and one.state in (AskState.GRANTED, AskState.HELD)), None)
+    if ask is None:
         return None
-    if ask.state == "held":
-        return _with_ask(ctx, gang, "held", back=True)
+    if ask.state is AskState.HELD:
+        return _with_ask(ctx, gang, AskState.HELD, back=True)
     going: list[InstanceRecord] = []
     for name in sorted({member.role for member in ask.everybody}):
-        role, active = ctx.spec.role(name), ctx.active_of(name)
+        role, active = ctx.role(name), ctx.active_of(name)
         left = sum(one.id not in ask.everybody for one in active)
         if not (world_of(role, left) if is_world(role) else role.serves and left >= role.replicas_min):
             return None
         going += [one for one in ctx.of_role(name) if one.id in ask.everybody and not (is_world(role) and one.active)]
-    ctx = _with_ask(ctx, gang, "granted", back=True)
+    ctx = _with_ask(ctx, gang, AskState.GRANTED, back=True)
     return ctx.with_instances([leaving(one, one.epoch) for one in going if not one.retired])
 
 
@@ -319,11 +325,12 @@ def _trimmed(ctx: JobContext, role: RoleSpec) -> JobContext:
     return ctx.with_instances(new) if new != present else ctx
 
 
-def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
+def wanted_resize(ctx: JobContext) -> FailoverStarted | NotYet:
     """The change of size of a world that is due: fewer at once, more at a boundary and not too often."""
-    if ctx.state is not JobState.RUNNING or ctx.spec is None:
-        return None
-    for role in ctx.spec.roles:
+    if ctx.state is not JobState.RUNNING:
+        return NotYet(f"the job is {ctx.state}, and a world changes its size while it runs")
+    why = "no role is to change its size"
+    for role in ctx.roles:
         active = ctx.active_of(role.name) if is_world(role) else ()
         if not active or any(one.ended for one in active):
             continue
@@ -335,9 +342,13 @@ def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
         if size and size < len(active):
             return _resize(ctx, active, leave=[one for one in active if one not in stays[:size]])
         size = world_of(role, min(want, len(active) + len(joiners)))
-        if ctx.boundary and size > len(active):
-            return _resize(ctx, active, join=joiners[: size - len(active)])
-    return None
+        if size > len(active):
+            if ctx.boundary:
+                return _resize(ctx, active, join=joiners[: size - len(active)])
+            why = f"{role.name} grows from {len(active)} to {size} members at a commit or checkpoint"
+            left_s = GROW_EVERY_S - (ctx.at_s - ctx.resized_s)
+            why += f", in {left_s:.0f} s at the earliest" if left_s > 0 else ""
+    return NotYet(why)
 
 
 def candidates_of(ctx: JobContext, role: RoleSpec) -> tuple[InstanceRecord, ...]:
@@ -347,9 +358,9 @@ def candidates_of(ctx: JobContext, role: RoleSpec) -> tuple[InstanceRecord, ...]
 
 def waits_to_grow(ctx: JobContext) -> bool:
     """True when a boundary would let a world grow."""
-    if ctx.spec is None or ctx.state is not JobState.RUNNING or ctx.at_s - ctx.resized_s < GROW_EVERY_S:
+    if ctx.state is not JobState.RUNNING or ctx.at_s - ctx.resized_s < GROW_EVERY_S:
         return False
-    return any(is_world(role) and candidates_of(ctx, role) for role in ctx.spec.roles)
+    return any(is_world(role) and candidates_of(ctx, role) for role in ctx.roles)
 
 
 def saved_by_script(ctx: JobContext) -> CheckpointSaved:
@@ -364,22 +375,27 @@ def _resize(
     leave: Iterable[InstanceRecord] = (),
     join: Iterable[InstanceRecord] = (),
 ) -> FailoverStarted:
-    epoch = Epoch(ctx.epoch_max + 1)
     leave, join = tuple(leave), tuple(join)
-    role = active[0].id.role
+    first = active[0].id
     size = len(active) - len(leave) + len(join)
     return FailoverStarted(
         failover=ctx.failover_count + 1,
         level=Level.PROCESS,
-        scope=tuple((role, one.id.rank, epoch) for one in (*active, *join)),
+        scope=next_scope(ctx, (one.id for one in (*active, *join))),
         restore=ctx.committed,
         reason=Reason.RESIZED,
-        role=role,
-        rank=active[0].id.rank,
-        text=f"{role} goes from {len(active)} to {size} members",
-        leave=tuple((role, one.id.rank) for one in leave),
-        join=tuple((role, one.id.rank) for one in join),
+        role=first.role,
+        rank=first.rank,
+        text=f"{first.role} goes from {len(active)} to {size} members",
+        leave=tuple((one.id.role, one.id.rank) for one in leave),
+        join=tuple((one.id.role, one.id.rank) for one in join),
     )
+
+
+def next_scope(ctx: JobContext, members: Iterable[InstanceId]) -> tuple[tuple[RoleName, int, Epoch], ...]:
+    """The scope of a recovery of these members, under the next epoch."""
+    epoch = Epoch(ctx.epoch_max + 1)
+    return tuple((one.role, one.rank, epoch) for one in members)
 
 
 # -- asks -------------------------------------------------------------------------------------------------------------
@@ -389,11 +405,11 @@ def _asked(ctx: JobContext, role: RoleSpec) -> JobContext:
     """Ask for what a role lacks, each member by itself; forget what it lacks no more."""
     members = list(ctx.of_role(role.name))
     present = sum(not one.retired for one in members)
-    lacks = wanted_size(ctx, role) + role.gang_size - role.replicas_min - present
-    open_asks = [ask for ask in ctx.asks if ask.state in ("wanted", "asked") and ask.everybody[0].role == role.name]
+    lacks = wanted_size(ctx, role) + role.spares - present
+    open_asks = [ask for ask in ctx.asks if ask.state in _OPEN and ask.everybody[0].role == role.name]
     joining = [ask for ask in open_asks if ctx.instances[ask.everybody[0]].retired]
     for ask in joining[max(0, lacks) :]:
-        ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
+        ctx = _with_ask(ctx, ask.gang, ask.state, AskState.DROPPED)
     busy = {member for ask in ctx.asks for member in ask.everybody}
     free = [one for one in members if one.retired and one.id not in busy and not one.doomed]
     for one in free[: max(0, lacks - len(joining))]:
@@ -418,9 +434,9 @@ def _moved(ctx: JobContext) -> JobContext:
     for ask in ctx.asks:
         joins = all(ctx.instances[member].retired for member in ask.everybody)
         stays = leaves(ctx, ask) if ask.leaves else joins or homes.issuperset(ask.everybody)
-        if ask.state in ("wanted", "asked") and not stays:
-            ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
-    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked", "held") for member in ask.everybody}
+        if ask.state in _OPEN and not stays:
+            ctx = _with_ask(ctx, ask.gang, ask.state, AskState.DROPPED)
+    busy = {member for ask in ctx.asks if ask.state in (*_OPEN, AskState.HELD) for member in ask.everybody}
     new = [one.id for one in out if one.id not in busy]
     if new:
         return _with_new_ask(ctx, new, "moved")
@@ -457,11 +473,11 @@ def _homes(ctx: JobContext) -> dict[InstanceId, NodeId]:
 
 
 def abandoned(ctx: JobContext) -> frozenset[GangId]:
-    """Reservations that exist and are no place for anybody any more."""
+    """Reservations that exist, though no instance has its place there any more."""
     if not ctx.asks and not any(one.barred for one in ctx.instances.values()):
         return frozenset()
     used = places(ctx)
-    return frozenset(gang.id for gang in ctx.gangs if gang.state == "reserved" and gang.id not in used)
+    return frozenset(gang.id for gang in ctx.gangs if gang.state is GangState.RESERVED and gang.id not in used)
 
 
 def places(ctx: JobContext) -> frozenset[GangId]:
@@ -480,16 +496,18 @@ def _unused(ctx: JobContext) -> JobContext:
     gone = abandoned(ctx)
     if not gone or any(one.doomed for one in ctx.instances.values()):
         return ctx
-    return replace(ctx, gangs=tuple(replace(one, state="releasing") if one.id in gone else one for one in ctx.gangs))
+    return replace(ctx, gangs=tuple(moved(one, GangState.RELEASING) if one.id in gone else one for one in ctx.gangs))
 
 
 def _base(ctx: JobContext, one: InstanceRecord) -> int:
     return len(ctx.plan.base[one.id.role])
 
 
-def _with_ask(ctx: JobContext, gang: GangId, was: str, **changes: object) -> JobContext:
+def _with_ask(
+    ctx: JobContext, gang: GangId, was: AskState, to: AskState | None = None, **changes: object
+) -> JobContext:
     def change(ask: GangDemand) -> GangDemand:
-        return replace(ask, **changes) if (ask.gang, ask.state) == (gang, was) else ask  # pyright: ignore[reportArgumentType] - fields of Ask
+        return moved(ask, to or was, **changes) if (ask.gang, ask.state) == (gang, was) else ask
 
     return replace(ctx, asks=tuple(change(ask) for ask in ctx.asks))
 
@@ -498,5 +516,5 @@ def _without_grant(ctx: JobContext, gang: GangId) -> JobContext:
     if ctx.placement is None:
         return ctx
     grants = tuple(grant for grant in ctx.placement.gangs if grant.gang != gang)
-    asks = tuple(replace(ask, state="dropped") if ask.gang == gang else ask for ask in ctx.asks)
+    asks = tuple(moved(ask, AskState.DROPPED) if ask.gang == gang else ask for ask in ctx.asks)
     return ctx.with_placement(Placement(gangs=grants), asks)

@@ -1,4 +1,4 @@
-"""Transitions of jobs and instances: the table in which each change of state is looked up, and what makes the change.
+"""Transitions of jobs, instances, gangs and asks: the tables that look up each change of state, and what makes it.
 
 ``moved`` is the only way in which a state changes; ``replace`` refuses it. A change that no transition names is a bug
 of the machine: it raises ``InvalidTransition`` with the last events of the job.
@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rota.job.core.context import InstanceRecord, JobContext, changed
+from rota.job.core.context import GangDemand, HeldGang, InstanceRecord, JobContext, changed
 from rota.spec.ids import Epoch
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import AskState, GangState, InstanceState, JobState
 
 _J = JobState
 _I = InstanceState
-S = TypeVar("S", JobState, InstanceState)
-Thing = TypeVar("Thing", JobContext, InstanceRecord)
+_G = GangState
+_A = AskState
+State = JobState | InstanceState | GangState | AskState
+S = TypeVar("S", JobState, InstanceState, GangState, AskState)
+Thing = TypeVar("Thing", JobContext, InstanceRecord, HeldGang, GangDemand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,13 @@ JOB_TRANSITIONS: tuple[Transition[JobState], ...] = (
     Transition((*_WAITING, *_LIVE, *_GIVEN_BACK, _J.STOPPING), _ENDS, "`JobEnded` is in the log"),
 )
 
-_UP = (_I.STARTING, _I.STALE, _I.READY, _I.SUSPECT)
+_UP = (_I.STARTING, _I.STALE, _I.READY)
 """A process was asked for, or exists."""
 
 INSTANCE_TRANSITIONS: tuple[Transition[InstanceState], ...] = (
     Transition((_I.PLANNED,), (_I.STARTING,), "its gang exists, its old process is gone, what it waits for is ready"),
     Transition((_I.STARTING,), (_I.STALE,), "its process exists"),
-    Transition((_I.STALE, _I.SUSPECT), (_I.READY,), "it is set up under its epoch"),
+    Transition((_I.STALE,), (_I.READY,), "it is set up under its epoch"),
     Transition(_UP, (_I.LOST,), "its process died, its code raised, or it made no progress"),
     Transition((_I.READY, _I.GONE), (_I.STALE,), "a recovery takes it in with the process that lives"),
     Transition((*_UP, _I.LOST, _I.STOPPING, _I.GONE), (_I.PLANNED,), "a recovery, resize or attempt plans a process"),
@@ -69,6 +72,24 @@ AT_ONCE: tuple[Transition[InstanceState], ...] = (
 )
 """Two transitions that one event makes; the state between them is not seen."""
 
+GANG_TRANSITIONS: tuple[Transition[GangState], ...] = (
+    Transition((_G.RESERVING,), (_G.RESERVED,), "the engine has reserved it"),
+    Transition((_G.RESERVING, _G.RESERVED), (_G.RELEASING,), "no instance has its place there, or the attempt ends"),
+)
+"""A gang begins as reserving, or as releasing when the engine holds one that the log does not know."""
+
+ASK_TRANSITIONS: tuple[Transition[AskState], ...] = (
+    Transition((_A.WANTED,), (_A.ASKED,), "`GangAsked` is in the log"),
+    Transition((_A.ASKED,), (_A.GRANTED,), "the scheduler grants it, and its members have no other place"),
+    Transition(
+        (_A.ASKED,), (_A.HELD,), "the scheduler grants it, and its members still run on the node that they leave"
+    ),
+    Transition((_A.HELD,), (_A.GRANTED,), "a recovery moves its members there"),
+    Transition((_A.WANTED, _A.ASKED), (_A.DROPPED,), "its members need no other place"),
+    Transition((_A.HELD, _A.GRANTED), (_A.DROPPED,), "its place is not reserved, or is given back"),
+)
+"""An ask begins as wanted."""
+
 
 def _table(rows: tuple[Transition[S], ...]) -> Mapping[S, frozenset[S]]:
     """Each state with those that may follow it."""
@@ -80,13 +101,15 @@ JOB: Mapping[JobState, frozenset[JobState]] = _table(JOB_TRANSITIONS)
 """A job stays in its state or goes to one of these."""
 INSTANCE: Mapping[InstanceState, frozenset[InstanceState]] = _table((*INSTANCE_TRANSITIONS, *AT_ONCE))
 """The same of an instance, from one event to the next."""
+GANG: Mapping[GangState, frozenset[GangState]] = _table(GANG_TRANSITIONS)
+ASK: Mapping[AskState, frozenset[AskState]] = _table(ASK_TRANSITIONS)
 _STEPS = _table(INSTANCE_TRANSITIONS)
 
 
 class InvalidTransition(Exception):
     """A change of state that no transition names. ``events`` are the last of the job, in order."""
 
-    def __init__(self, what: str, before: JobState | InstanceState, after: JobState | InstanceState) -> None:
+    def __init__(self, what: str, before: State, after: State) -> None:
         super().__init__(f"{what} cannot change from {before} to {after}: no transition is declared")
         self.events: tuple[str, ...] = ()
 
@@ -95,15 +118,21 @@ class InvalidTransition(Exception):
         return "\n  ".join((f"{self.args[0]}; {last}:", *self.events))
 
 
-def moved(thing: Thing, to: JobState | InstanceState, /, **changes: object) -> Thing:
+def moved(thing: Thing, to: State, /, **changes: object) -> Thing:
     """``thing`` in the state ``to``, with other fields changed as by ``replace``.
 
     Raises InvalidTransition when the table has no such transition; a state that stays needs none.
     """
-    if isinstance(thing, JobContext):
-        declared, name = JOB[thing.state], f"job {thing.job}"
-    else:
-        declared, name = _STEPS[thing.state], f"instance {thing.id}"
+    declared: frozenset[State]
+    match thing:
+        case JobContext():
+            declared, name = JOB[thing.state], f"job {thing.job}"
+        case InstanceRecord():
+            declared, name = _STEPS[thing.state], f"instance {thing.id}"
+        case HeldGang():
+            declared, name = GANG[thing.state], f"gang {thing.id}"
+        case GangDemand():
+            declared, name = ASK[thing.state], f"the ask for gang {thing.gang}"
     if to is not thing.state and to not in declared:
         raise InvalidTransition(name, thing.state, to)
     return changed(thing, {**changes, "state": to})

@@ -14,11 +14,9 @@ from rota.job.core.progress import WaitEdge
 from rota.job.rpc.peers import PeerTable
 from rota.job.rpc.tracing import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock
-from rota.spec import codec
-from rota.spec.codec import JsonObject
+from rota.spec.codec import JsonValue
 from rota.spec.events import InstanceLost
 from rota.spec.ids import Epoch, InstanceId, RoleName
-from rota.spec.reasons import Reason
 
 BEAT_S = 1.0
 LEASE_S = 60.0
@@ -32,29 +30,21 @@ STEPS_KEPT = 20
 """Number of steps whose median duration a heartbeat reports."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """User code of an instance raised under ``epoch``; repeated in every beat until a newer epoch replaces it."""
-
-    epoch: Epoch
-    reason: Reason
-    text: str
-    traceback: str = ""
-
-
 class Answer(TypedDict):
     """What an instance answers to its master or its loop; the fields beside ``answer`` depend on it."""
 
     answer: Literal["done", "failed", "stale"]
     failure: NotRequired[Mapping[str, object]]
-    """A ``Failure`` as plain values."""
+    """An ``InstanceLost`` as plain values."""
     text: NotRequired[str]
     bytes: NotRequired[int]
+    host: NotRequired[str]
+    epoch: NotRequired[int]
     seconds: NotRequired[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(JsonValue):
     """Report of an instance to its master. ``idle_s`` = since its last mark of progress, 0 when nothing runs in it.
 
     ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
@@ -91,53 +81,21 @@ class Heartbeat:
     saved_s: float = 0.0
     weights: tuple[tuple[str, str, int, int, float], ...] = ()
     """Weights edges that end here: name, state of the replica, commit held, commits and seconds behind."""
-    failure: Failure | None = None
+    lost: InstanceLost | None = None
+    """Its code raised under the present epoch; repeated in every beat until a newer epoch replaces it."""
 
     @property
     def id(self) -> InstanceId:
         """Role and rank."""
         return InstanceId(self.role, self.rank)
 
-    def to_json(self) -> JsonObject:
-        """Plain values, for the way between processes."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: JsonObject) -> Heartbeat:
-        """Inverse of ``to_json``."""
-        return codec.from_json_value(Heartbeat, raw)
-
-    def lost(self) -> InstanceLost | None:
-        """The event of its failure, if it has one."""
-        if self.failure is None:
-            return None
-        failure = self.failure
-        return InstanceLost(
-            role=self.role,
-            rank=self.rank,
-            epoch=failure.epoch,
-            reason=failure.reason,
-            text=failure.text,
-            traceback=failure.traceback,
-            alive=True,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatAnswer:
+class HeartbeatAnswer(JsonValue):
     """What the master answers: its epoch, and the table of peers when the instance has an older one."""
 
     master_epoch: Epoch
     table: PeerTable | None = None
-
-    def to_json(self) -> JsonObject:
-        """Plain values, for the way between processes."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: JsonObject) -> HeartbeatAnswer:
-        """Inverse of ``to_json``."""
-        return codec.from_json_value(HeartbeatAnswer, raw)
 
 
 class ProgressMarks:

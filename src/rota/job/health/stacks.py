@@ -73,7 +73,8 @@ def error_summary(error: BaseException) -> tuple[str, str]:
 
     Its frames begin with the first of the job. What Rota says on purpose has those of the job alone, or no traceback.
     """
-    text, full = f"{type(error).__name__}: {error}", traceback.TracebackException.from_exception(error)
+    said = error.message if isinstance(error, RotaError) else error
+    text, full = f"{type(error).__name__}: {said}", traceback.TracebackException.from_exception(error)
     on_purpose = isinstance(error, RotaError) or own_reason(error) is not None
     if isinstance(error, ModuleNotFoundError) and error.name:
         name = error.name.partition(".")[0]

@@ -28,6 +28,7 @@ from rota.job import checkpoint
 from rota.job.checkpoint import CheckpointTimer, folder_of, prune
 from rota.job.core.ledger import FlowCut
 from rota.job.core.progress import bad_losses
+from rota.job.core.survival import commits_kept
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
 from rota.job.instance.handles import (
@@ -46,8 +47,9 @@ from rota.job.instance.streams import Streams
 from rota.job.rpc import payload
 from rota.job.rpc.client import Request, in_order
 from rota.job.rpc.dispatch import of_items
-from rota.job.rpc.peers import CommitCheckpoint, CommitDone, CommitRefused, Peer, PeerTable, master_handle
+from rota.job.rpc.peers import CommitAgain, CommitCheckpoint, CommitDone, CommitRefused, Peer, PeerTable, master_handle
 from rota.job.workload import FLOW
+from rota.runtime import directory
 from rota.runtime.launcher import Call, CallTimeout, ProcessGone
 from rota.spec.codec import JsonObject
 from rota.spec.dispatch import EachRule, OpSpec
@@ -90,6 +92,7 @@ class Flow:
         """Calls that have not been awaited."""
         self._config = config
         self._epoch: Epoch = setup.epoch
+        self._setup = setup
         self._pending: asyncio.Task[int] | None = None
         self._paced: dict[str, int] = {}
         self._cadence = CheckpointTimer.of(config.spec.checkpoint, config.clock.monotonic_s())
@@ -210,7 +213,7 @@ class Flow:
         ``commit(loss=0.1)``.
 
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
-        call waits for it. Raises BadInput for another n, for metrics that are no JSON, and while the commit before is
+        call waits for it. Raises BadInput for another n, for metrics that are not JSON, and while the commit before is
         under way; what the commit before raised, if it was not awaited.
         """
         if self.over:
@@ -276,11 +279,12 @@ class Flow:
 
     async def begin(self, *, keeps: bool) -> None:
         """In the control thread: streams continue from the cut; it ``keeps`` items that no source gives again."""
-        if self._epoch > 1 and checkpoint.in_use(self._config.place.home):
+        if self._epoch > 1 and (checkpoint.in_use(self._config.place.home) or directory.current() is not None):
             await asyncio.to_thread(payload.sweep, self.plane, self._config.place.job, self._epoch)
         if keeps:
             place, who, n = self._config.place, self._config.id, self.committed
-            find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n)
+            source = (self._setup.source, self._setup.source_epoch)
+            find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n, source=source)
             kept = cast("Mapping[str, list[list[object]]]", await asyncio.to_thread(find))
             self.pumps.restore(kept)
         self.pumps.begin()
@@ -349,7 +353,8 @@ class Flow:
 
     def _keep(self, n: int, kept: Mapping[str, list[list[object]]], folder: str) -> None:
         """Items that no source gives again are state of the loop, saved like that of any other instance."""
-        checkpoint.save(self.plane, self._config.place.job, self._config.id, n, self._epoch, kept)
+        place, copies = self._config.place, commits_kept(self._config.spec)
+        checkpoint.save(self.plane, place.job, self._config.id, n, self._epoch, kept, copies)
         if folder:
             checkpoint.write(Path(folder), self._config.id, kept)
 
@@ -389,7 +394,7 @@ class Flow:
             "saved": saved,
             "cut": {name: value for name, value in cut.items() if value},
         }
-        answer: CommitDone | CommitRefused
+        answer: CommitDone | CommitRefused | CommitAgain
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
@@ -397,6 +402,9 @@ class Flow:
                     answer = await self._config.launcher.call(master_handle(self._config.place.job), call)
             except (ProcessGone, CallTimeout):
                 await self._config.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
+                continue
+            if answer["answer"] == "again":
+                await self._config.clock.sleep(0.2)
                 continue
             if answer["answer"] == "refused":
                 await self._config.rpc.wait_rollback()
@@ -467,7 +475,7 @@ class LoopRunner:
             await flow.close()
             self._config.control.loop.call_soon_threadsafe(left.set)
 
-    async def dissolve(self) -> None:
+    async def dissolve(self, grace_s: float) -> None:
         """Cancel the function and wait until it has let go. Raises StillRunning when it does not."""
         task, flow = self._task, self._flow
         if task is None or flow is None:
@@ -486,7 +494,7 @@ class LoopRunner:
     async def stop(self, grace_s: float) -> None:
         """Cancel the function; the process ends after this."""
         with contextlib.suppress(StillRunning):
-            await self.dissolve()
+            await self.dissolve(grace_s)
 
 
 async def _as_coroutine(work: Awaitable[T]) -> T:

@@ -41,13 +41,13 @@ from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 
-from rota.job.core.graph import Endpoint, endpoint, lease_groups
+from rota.job.core.graph import lease_groups
 from rota.job.rpc import dispatch
 from rota.job.rpc.client import RpcClient, all_results
 from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, SumRule, rule_to_text
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
-from rota.spec.job import Edge, JobSpec
+from rota.spec.job import Edge, Endpoint, JobSpec, endpoint
 
 
 def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
@@ -361,6 +361,12 @@ class _Devices:
 
     @contextlib.asynccontextmanager
     async def held_by(self, role: RoleSpec) -> AsyncIterator[None]:
+        """The devices for ``role``, once those before it in the line are through.
+
+        The wait has no limit of its own, and the line none: each entry is a call that the loop itself has made, and
+        those before it end by their deadlines, by the failure of their instance, or with the loop. ``rota why`` shows
+        the wait, and who holds the devices.
+        """
         ticket = object()
         self._line.append(ticket)
         try:

@@ -18,13 +18,13 @@ from typing import Any
 from rota.job import checkpoint
 from rota.job.core.ledger import FlowCut
 from rota.job.core.progress import storage_reason
+from rota.job.core.survival import has_copies
 from rota.job.health.heartbeat import (
     BEAT_S,
     FENCE_EXIT_S,
     LEASE_S,
     SETTING_UP,
     Answer,
-    Failure,
     Heartbeat,
     HeartbeatAnswer,
     ProgressMarks,
@@ -43,13 +43,15 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
-from rota.runtime.process import ExecResult, execute_command
+from rota.runtime.process import ExecResult, execute_command, own_id
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotReachable, TensorError
+from rota.spec.events import InstanceLost
 from rota.spec.ids import Epoch, InstanceId
-from rota.spec.job import JobSpec
+from rota.spec.job import Checkpoint, JobSpec
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
+from rota.spec.user_code import UserCode
 
 BEAT_ANSWER_S = 5.0
 SPANS_WRITE_MAX_S = 2.0
@@ -108,14 +110,14 @@ class Instance:
             control=self._control,
             user=self._user,
         )
-        self._load, self._devices = Load(clock), DeviceWatch(devices)
+        self._load, self._devices = Load(clock, own_id()), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._runner: Runner = self._make_runner()
         self._epoch = Epoch(0)
         self._ready = False
         self._fence = threading.Lock()
         self._loop_epoch_max = Epoch(0)
-        self._failure: Failure | None = None
+        self._failure: InstanceLost | None = None
         self._following: concurrent.futures.Future[None] | None = None
         self._setup: tuple[Epoch, asyncio.Task[Answer]] | None = None
         self._running: tuple[Epoch, asyncio.Task[Answer]] | None = None
@@ -143,9 +145,9 @@ class Instance:
 
     # -- what the master asks -----------------------------------------------------------------------------------------
 
-    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int) -> Answer:
+    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int, **more: Any) -> Answer:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
-        setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
+        setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index, **more)
         return await self._control.run(self._assemble(setup))
 
     async def run(self, *, epoch: int, committed: int, table: JsonObject, cut: FlowCut | None = None) -> Answer:
@@ -160,6 +162,9 @@ class Instance:
     async def peers(self, table: JsonObject) -> None:
         """Take a newer table of peers."""
         self._control.loop.call_soon_threadsafe(self._config.rpc.update, PeerTable.from_json(dict(table)))
+
+    async def ping(self) -> None:
+        """Answer: the process lives."""
 
     async def stacks(self) -> str:
         """The stacks of the code of the job: of the ranks of a command, else of threads and tasks of this process."""
@@ -204,12 +209,28 @@ class Instance:
         The owner may be another instance of this host, dead or alive: ``done``, or ``failed`` with a text.
         """
         job = self._config.place.job
-        which = owner if weights else InstanceId.parse(owner)
+        which, there = owner if weights else InstanceId.parse(owner), self._own_folder(folder)
         try:
-            await asyncio.to_thread(lambda: checkpoint.keep(checkpoint.opened(job), job, which, n, Path(folder)))
+            await asyncio.to_thread(lambda: checkpoint.keep(checkpoint.opened(), job, which, n, there))
         except (OSError, TensorError, NotReachable) as error:
             return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
         return DONE
+
+    def _own_folder(self, folder: str) -> Path:
+        """The folder of a checkpoint as it is on this machine, whose home may have another path than the sender's."""
+        return Path(checkpoint_dir(self._config.spec, self._config.place)) / Path(folder).name
+
+    async def copy(self, *, owner: str, n: int, hosts: list[str]) -> Answer:
+        """Let another machine, of ``hosts`` if possible, have commit ``n`` of an instance of this host.
+
+        ``done`` with the host and the epoch of the state, or ``failed`` with a text.
+        """
+        job, one = self._config.place.job, InstanceId.parse(owner)
+        try:
+            host, epoch = await asyncio.to_thread(lambda: checkpoint.copy(checkpoint.opened(), job, one, n, hosts))
+        except (OSError, TensorError, NotReachable) as error:
+            return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
+        return {"answer": "done", "host": host, "epoch": epoch}
 
     async def prune(self, *, newest: int, keep: int) -> None:
         """Remove checkpoints of the job but the ``keep`` newest up to commit ``newest``, which is complete."""
@@ -240,7 +261,7 @@ class Instance:
 
     async def _form(self, setup: Setup, older: asyncio.Task[Answer] | None) -> Answer:
         try:
-            await self._runner.dissolve()
+            await self._runner.dissolve(setup.grace_s)
         except StillRunning as error:
             sys.stderr.write(f"{error}; this process ends, so that another takes its place\n")
             sys.stderr.flush()
@@ -250,12 +271,13 @@ class Instance:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self._failure = None
-        try:
-            with self._config.marks.running(SETTING_UP):
-                await run_setup(self._config)
-                await self._runner.form(setup)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
-            return self._failed(error, setup.epoch)
+        if has_copies(self._config.spec):
+            threading.Thread(target=checkpoint.serve, name="rota-store", daemon=True).start()
+        with UserCode() as forming, self._config.marks.running(SETTING_UP):
+            await run_setup(self._config)
+            await self._runner.form(setup)
+        if forming.failed:
+            return self._failed(forming.take(), setup.epoch)
         if self._epoch == setup.epoch:
             self._ready = True
         return DONE
@@ -287,11 +309,9 @@ class Instance:
         return await _answer_of(self._running[1])
 
     async def _run_to_end(self, epoch: Epoch, committed: int) -> Answer:
-        try:
+        with UserCode() as running:
             await self._runner.run(committed)
-        except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - user code may raise anything
-            return self._failed(error, epoch)
-        return DONE
+        return self._failed(running.take(), epoch) if running.failed else DONE
 
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
@@ -304,11 +324,18 @@ class Instance:
         refusal = self._refusal(epoch, loop_epoch)
         if refusal or not isinstance(self._runner, ClassRunner):
             return {**STALE, "text": refusal or "no class"}
-        try:
-            return await self._runner.save(n, tuple(edges), folder)
-        except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
-            self._note_failure(error, epoch)
-            return {**self._failed(error, epoch), "text": str(error)}
+        with UserCode() as saving:
+            there = self._own_folder(folder) if folder else None
+            answer = await self._runner.save(n, tuple(edges), str(there or ""))
+            if there is not None and there != Path(folder):  # who prunes does not see the folder of this machine
+                keep = (self._config.spec.checkpoint or Checkpoint()).keep
+                await asyncio.to_thread(checkpoint.prune, there.parent, keep + 1, n)
+            return answer
+        return self._save_failed(saving.take(), epoch)
+
+    def _save_failed(self, error: BaseException, epoch: Epoch) -> Answer:
+        self._note_failure(error, epoch)
+        return {**self._failed(error, epoch), "text": str(error)}
 
     def _refusal(self, epoch: Epoch, loop_epoch: Epoch) -> str:
         """Why a call is refused; empty when it may run. A newer loop fences the calls of an older one."""
@@ -327,20 +354,20 @@ class Instance:
     # -- failures and beats -------------------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException, epoch: Epoch) -> Answer:
-        failure = failure_of(error, epoch)
+        failure = failure_of(error, self._config.id, epoch)
         return {"answer": "failed", "failure": codec.to_json_value(failure)}
 
     def _note_failure(self, error: BaseException, epoch: Epoch) -> None:
         """User code raised: no further calls under this epoch; the next heartbeat reports it to the master."""
         if self._failure is None and epoch == self._epoch:
-            self._failure = failure_of(error, epoch)
+            self._failure = failure_of(error, self._config.id, epoch)
             self._control.loop.call_soon_threadsafe(self._beat_now.set)
 
     async def _beats(self) -> None:
         while True:
             try:
                 await self._beat()
-            except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must keep running out
+            except Exception:  # noqa: BLE001 - whatever went wrong, it was not an answer, and the lease must keep running out
                 traceback.print_exc()
             silent_s = self._config.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
@@ -386,7 +413,7 @@ class Instance:
             started_epoch=self._started_epoch,
             pid=os.getpid(),
             table_version=self._config.rpc.table.version,
-            failure=self._failure,
+            lost=self._failure,
             weights=self._runner.weights() if isinstance(self._runner, ClassRunner) else (),
         )
         beat = self._config.marks.read(replace(beat, **self._load.read()))
@@ -420,7 +447,7 @@ class Instance:
             self._following = self._user.submit(self._runner.follow(self._config.rpc.table))
 
 
-def failure_of(error: BaseException, epoch: Epoch) -> Failure:
+def failure_of(error: BaseException, one: InstanceId, epoch: Epoch) -> InstanceLost:
     """What the master hears when code of an instance raised ``error``."""
     own = own_reason(error)
     if isinstance(error, ImportError | SyntaxError | BadInput):
@@ -436,7 +463,15 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
     text, trace = error_summary(error)
     text = secrets.redact(str(error) if own else text)
     trace = secrets.redact(getattr(error, "traceback_text", trace))
-    return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
+    return InstanceLost(
+        role=one.role,
+        rank=one.rank,
+        epoch=epoch,
+        reason=reason,
+        text=text[:TEXT_MAX],
+        traceback=trace[-TRACE_MAX:],
+        alive=True,
+    )
 
 
 def open_launcher(place: JobPlace) -> Launcher:

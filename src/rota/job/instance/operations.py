@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rota.job import checkpoint
+from rota.job.core.survival import commits_kept
 from rota.job.health.heartbeat import Answer
 from rota.job.health.stacks import error_summary
 from rota.job.inspect import import_target
@@ -27,10 +29,11 @@ from rota.job.rpc.payload import Box, prefix_of
 from rota.job.rpc.peers import PeerTable
 from rota.job.workload import ONE_RESULT, Marks, marks_of
 from rota.runtime.clock import Clock
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, CallLost
 from rota.spec.ids import Epoch
 from rota.spec.job import WeightsEdge
 from rota.spec.states import ReplicaState
+from rota.spec.user_code import UserCode
 from rota.tensors.core import Tensor
 
 Version = tuple[int, int]
@@ -158,8 +161,10 @@ async def _value(found: object) -> object:
 LET_GO_S = 20.0
 """Limit for an operation after the group of its epoch was left, in seconds; gloo does not give up a collective by
 itself while another member keeps its sockets open."""
-REPLIES_KEPT_MAX = 32
+REPLIES_KEPT_MAX = 256
 """Answers kept by call id: a repeated request gets the first answer, the operation does not run again."""
+IDS_KEPT_MAX = 8192
+"""Call ids kept after their answers: a repeated request is refused then, the operation does not run again either."""
 
 
 class _Formed:
@@ -168,12 +173,23 @@ class _Formed:
     def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any, replicas: Replicas) -> None:
         self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
         self.replies: OrderedDict[str, asyncio.Future[object]] = OrderedDict()
+        self.answered: OrderedDict[str, None] = OrderedDict()
+        """Whose answers are kept no more."""
         self.replicas, self.first = replicas, False
         self.loading = asyncio.Lock()
         self.tape = Tape()
         self.active = 0
         self.idle = asyncio.Event()
         self.idle.set()
+
+    def drop_old_replies(self) -> None:
+        """Forget answers beyond the limit, the oldest first, but not those of operations that run."""
+        over = max(0, len(self.replies) - REPLIES_KEPT_MAX)
+        for call_id in [one for one, reply in itertools.islice(self.replies.items(), over) if reply.done()]:
+            del self.replies[call_id]
+            self.answered[call_id] = None
+        while len(self.answered) > IDS_KEPT_MAX:
+            self.answered.popitem(last=False)
 
     def enter(self) -> None:
         """One more operation runs: weights stay as they are."""
@@ -209,14 +225,15 @@ class ClassRunner:
         if any(mark is not None for mark in (marks.state, marks.publish, marks.weights)):
             plane = await config.user.do(lambda: checkpoint.connect(config.place.job, config.id, setup.epoch))
         if setup.restore > 0 and marks.state is not None and plane is not None:
+            who, root, source = (config.place.job, config.id), ctx.checkpoint_dir, (setup.source, setup.source_epoch)
             ctx.restored = await config.user.do(
-                partial(checkpoint.restored, plane, ctx.checkpoint_dir, config.place.job, config.id, setup.restore)
+                partial(checkpoint.restored, plane, root, *who, setup.restore, source=source)
             )
         edges = [edge for edge in config.spec.weights if edge.target == config.id.role]
         replicas = Replicas(edges, config.clock)
         formed = _Formed(setup.epoch, marks, plane, await config.user.do(cls), replicas)
         formed.first = setup.index == 0
-        await self._in_user(formed.object.setup, (ctx,), {})
+        await self._in_user(formed.object.setup, ctx)
         if setup.restore > 0 and formed.first:
             await self._publish_again(formed, ctx.checkpoint_dir, setup.restore)
         self._formed = formed
@@ -225,7 +242,7 @@ class ClassRunner:
         """A class has no end of its own; it serves until it is stopped."""
         raise AssertionError("a class workload is not run")
 
-    async def dissolve(self) -> None:
+    async def dissolve(self, grace_s: float) -> None:
         """Leave the process group, so that members blocked with this one are released; drop the object.
 
         Raises StillRunning when the thread of the operations does not come back to us.
@@ -260,34 +277,45 @@ class ClassRunner:
         known = formed.replies.get(request.call_id)
         if known is not None:
             return await asyncio.shield(known)
+        if request.call_id in formed.answered:
+            return self._answer_lost(formed, request)
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         formed.replies[request.call_id] = answer
-        while len(formed.replies) > REPLIES_KEPT_MAX:
-            formed.replies.popitem(last=False)
-        value = await self._operate(formed, request)
+        formed.drop_old_replies()
+        try:
+            value = await self._operate(formed, request)
+        except BaseException:  # cancelled by its caller: whoever sends it again finds that it ended
+            answer.cancel()
+            raise
         if not answer.done():
             answer.set_result(value)
         return value
+
+    def _answer_lost(self, formed: _Formed, request: Request) -> Refusal:
+        """The operation ran, and its answer got lost with a connection; after a ``commit`` one the job goes back."""
+        op = self._config.role.interface.op(request.op) if self._config.role.interface else None
+        lost = CallLost(f"{self._config.id}.{request.op} ran, but its answer is no longer kept")
+        return self._failed(formed, lost, report=request.report and op is not None and op.retry == "commit")
 
     async def _operate(self, formed: _Formed, request: Request) -> object:
         op = self._config.role.interface.op(request.op) if self._config.role.interface else None
         if op is None and request.op != SYNC:
             return Refusal(kind="stale", text=f"{self._config.id.role} has no operation {request.op!r}")
-        try:
+        with UserCode() as loading:
             await self._enter(formed, request.weights, request.loop_epoch)
-        except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
-            return Refusal(kind="stale", text=self._failed(formed, error, report=True).text)  # nothing ran
+        if loading.failed:  # nothing ran
+            return Refusal(kind="stale", text=self._failed(formed, loading.take(), report=True).text)
         if op is None:
             formed.leave()
             return None
         marks = self._config.marks
         begun = marks.begin(op.name)
         try:
-            value = await self._work(formed, op.name, request)
-            marks.mark()
-            return value
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
-            return self._failed(formed, error, report=request.report and op.retry != "never")
+            with UserCode() as working:
+                value = await self._work(formed, op.name, request)
+                marks.mark()
+                return value
+            return self._failed(formed, working.take(), report=request.report and op.retry != "never")
         finally:
             marks.end(begun, op.name, call=request.call_id)
             formed.leave()
@@ -303,9 +331,7 @@ class ClassRunner:
         if phase is not None:
             value = await formed.tape.run(phase, function, args)
         else:
-            value = function(*args, **box.open(kwargs))
-            if inspect.isawaitable(value):
-                value = await value
+            value = await _value(function(*args, **box.open(kwargs)))
         if isinstance(value, Generator | AsyncGenerator):
             raise BadInput(f"operation {name!r} returned a generator", hint=ONE_RESULT)
         return box.close(value)
@@ -342,21 +368,21 @@ class ClassRunner:
         needed = {edge: version for edge, version in table.weights.items() if edge in bounded}
         if not formed.replicas.missing(needed):
             return
-        try:
+        with UserCode() as loading:
             await self._enter(formed, needed, table.loop_epoch)
             formed.leave()
-        except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
-            self._failed(formed, error, report=True)
+        if loading.failed:
+            self._failed(formed, loading.take(), report=True)
 
     async def _load(self, formed: _Formed, replica: Replica, version: Version) -> None:
         edge, replica.syncing = replica.edge, True
         try:
             if formed.marks.weights is not None:
                 with self._config.marks.waiting.on(f"{edge.source}/0", "weights", edge.name):
-                    tensors = checkpoint.fetch(formed.plane, self._config.place.job, edge.name, version)
-                loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
-                if inspect.isawaitable(loaded):
-                    await loaded
+                    writer = self._config.rpc.table.find(edge.source, 0)
+                    host = str(writer.node) if writer is not None else ""
+                    tensors = checkpoint.fetch(formed.plane, self._config.place.job, edge.name, version, host)
+                await _value(getattr(formed.object, formed.marks.weights)(version[1], tensors))
             replica.held = version
         finally:
             replica.syncing = False
@@ -365,10 +391,9 @@ class ClassRunner:
         """Rows of a heartbeat for the weights edges that end here."""
         return self._formed.replicas.read() if self._formed is not None else ()
 
-    async def _in_user(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def _in_user(self, function: Callable[..., Any], *args: Any) -> Any:
         async def call() -> Any:
-            value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
+            return await _value(function(*args))
 
         return await self._config.user.run(call())
 
@@ -381,8 +406,11 @@ class ClassRunner:
         began_s, size = self._config.clock.monotonic_s(), 0
         if formed.marks.state is not None:
             job, config = self._config.place.job, self._config
-            state = await self._in_user(getattr(formed.object, formed.marks.state), (), {})
-            size = await config.user.do(lambda: checkpoint.save(formed.plane, job, config.id, n, formed.epoch, state))
+            kept = commits_kept(config.spec)
+            state = await self._in_user(getattr(formed.object, formed.marks.state))
+            size = await config.user.do(
+                lambda: checkpoint.save(formed.plane, job, config.id, n, formed.epoch, state, kept)
+            )
             if folder:
                 with config.marks.quiet("checkpoint"):
                     await config.user.do(lambda: checkpoint.write(Path(folder), config.id, state))
@@ -422,7 +450,7 @@ class ClassRunner:
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
         job, method = self._config.place.job, formed.marks.publish or formed.marks.state
         assert method is not None, "the check of the graph lets no other write"
-        tensors = await self._in_user(getattr(formed.object, method), (), {})
+        tensors = await self._in_user(getattr(formed.object, method))
         if formed.marks.publish is None:
             tensors = checkpoint.tensors_of(tensors)
         await self._config.user.do(lambda: checkpoint.publish(formed.plane, job, edge, n, formed.epoch, tensors))

@@ -21,7 +21,7 @@ from rota.job.rpc.client import EventLoopThread, RpcClient
 from rota.job.rpc.dispatch import coordinates
 from rota.job.rpc.peers import JobPlace, checkpoint_dir, master_handle
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.environ import Home, get, snapshot
+from rota.runtime.environ import NODE, Home, get, snapshot
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.node import NODE_ADDRESS, group_backend
 from rota.spec.errors import BadInput
@@ -35,7 +35,9 @@ class InstanceContext:
 
     ``mesh`` maps axis to size, ``coords`` axis to this instance's place on it. ``restored`` is what ``@op.state``
     returned at commit ``committed``, None at the start of a job. ``devices`` are the device indices it may use,
-    ``seed`` that of the job. Folders exist; ``work_dir`` is this instance's own, the others belong to the job.
+    ``seed`` that of the job. ``node`` is the name of its machine in ``rota nodes``, ``address`` where other machines
+    reach it; the loopback address where it is alone. Folders exist; ``work_dir`` is this instance's own, the others
+    belong to the job.
     """
 
     job: str
@@ -52,6 +54,8 @@ class InstanceContext:
     output_dir: Path
     work_dir: Path
     checkpoint_dir: Path
+    node: str = ""
+    address: str = "127.0.0.1"
     restored: Any = None
     marks: ProgressMarks = field(default_factory=lambda: ProgressMarks(SystemClock()), repr=False)
     make_group: Callable[[], Any] | None = field(default=None, repr=False)
@@ -108,13 +112,20 @@ class InstanceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One set-up of an instance: its epoch, the size of its mesh and its place in it, the commit that it restores."""
+    """One set-up of an instance: its epoch, the size of its mesh and its place in it, the commit that it restores.
+
+    A command that still runs under an older epoch has ``grace_s`` to end.
+    """
 
     epoch: Epoch
     world: int
     restore: int
     restarts: int = 0
     index: int = 0
+    grace_s: float = 0.0
+    source: str = ""
+    """The machine that has the state, when the own one has not; ``source_epoch`` is the epoch of it there."""
+    source_epoch: int = 0
 
 
 class StillRunning(Exception):
@@ -132,7 +143,7 @@ class Runner(Protocol):
         """Run a finite workload to its end. Raises what user code raises."""
         ...
 
-    async def dissolve(self) -> None:
+    async def dissolve(self, grace_s: float) -> None:
         """Give up the present epoch: cancel what runs, leave the process group. Raises StillRunning."""
         ...
 
@@ -166,6 +177,8 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
         output_dir=output,
         work_dir=work,
         checkpoint_dir=checkpoints,
+        node=get(NODE),
+        address=own_address(),
         marks=config.marks,
     )
 
@@ -199,7 +212,7 @@ class FunctionRunner:
                 hint="let the function do its work itself, without 'yield' or 'async'",
             )
 
-    async def dissolve(self) -> None:
+    async def dissolve(self, grace_s: float) -> None:
         """A plain function cannot be interrupted; the next epoch waits for its end, or the process is replaced."""
 
     async def stop(self, grace_s: float) -> None:
@@ -235,12 +248,9 @@ class ProcessGroup:
         if self._over:
             raise Superseded(f"epoch {self._setup.epoch} of {self._config.id} is over")
         dist = importlib.import_module("torch.distributed")
-        rank, world = self._setup.index, self._setup.world
-        host = own_address()
+        rank, world, mine = self._setup.index, self._setup.world, ""
         if rank == 0:
-            # The store listens on a port of its own choice before anybody hears of it: none is picked and released.
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, use_libuv=True)
-        mine = f"{host}:{self._store.port}" if rank == 0 else ""
+            self._store, mine = open_store()
         address = self._config.control.submit(self._meet(mine)).result()
         if rank != 0:
             name, _, port = address.rpartition(":")
@@ -266,7 +276,7 @@ class ProcessGroup:
             raise NodeUnfit(found)
         if rank in judged.slow:
             sys.stderr.write(f"rota: {slow_text(judged.slow[rank])}\n")
-        # With a broken member there is no sum of all; it leaves, and everybody meets again without it.
+        # With a broken member a sum of all is impossible; it leaves, and everybody meets again without it.
         if not judged.faulty and (found := collective(self._group, rank, world, device)):
             raise NodeUnfit(found)
 
@@ -310,6 +320,16 @@ async def meet(config: InstanceConfig, setup: Setup, address: str) -> str:
         if found is None:
             raise Superseded(f"epoch {setup.epoch} of {config.id} is over")
         return found
+
+
+def open_store() -> tuple[Any, str]:
+    """A store of torch in this process and its ``host:port``. Imports torch.
+
+    It listens on a port of its own choice before anybody hears of it: none is picked and released.
+    """
+    host = own_address()
+    store = importlib.import_module("torch.distributed").TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
 
 
 def own_address() -> str:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
-import importlib
 import json
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rota.job.health.stacks import of_the_job
-from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, own_address
+from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
 from rota.runtime.output import tail_lines
+from rota.runtime.packages import interpreter
 from rota.runtime.probe import requested_stacks, stacks_of
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
@@ -91,6 +91,11 @@ def parse_command(role: RoleSpec) -> RankCommand:
     return RankCommand(argv=_python(words, bare=bare), store=role.meshed)
 
 
+def _user_reason(*last: str, other: Reason = Reason.USER_ERROR) -> Reason:
+    """OVER_LIMIT when the last line of a failed command is that of a process without a free descriptor."""
+    return Reason.OVER_LIMIT if any(os.strerror(errno.EMFILE) in line for line in last) else other
+
+
 def _plain_words(text: str) -> list[str] | None:
     """The words of a Python line that needs no shell, or None: a shell knows its own commands best."""
     plain = text.startswith(("python ", "python3 ")) and not set(text) & _SHELL_CHARACTERS
@@ -102,8 +107,8 @@ def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
     if Path(words[0]).name not in ("python", "python3"):
         return tuple(words)
     if not bare and len(words) > 1 and words[1].endswith(".py"):
-        return (sys.executable, "-m", "rota.job.instance.bootstrap", *words[1:])
-    return (sys.executable, *words[1:])
+        return (interpreter(), "-m", "rota.job.instance.bootstrap", *words[1:])
+    return (interpreter(), *words[1:])
 
 
 def _torchrun(role: RoleSpec, *, bare: bool) -> RankCommand:
@@ -160,7 +165,7 @@ def rank_environment(
         given["ROTA_PLAN"] = plan
     if address:
         given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    path = f"{Path(sys.executable).parent}:{get('PATH', '/usr/bin:/bin')}"
+    path = f"{Path(interpreter()).parent}:{get('PATH', '/usr/bin:/bin')}"
     # What the job file gives wins over the contract, save for the ranks themselves.
     role_env = {name: value for name, value in config.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
     return {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
@@ -194,15 +199,10 @@ class CommandRunner:
         if not self._command.store:
             return
         if setup.index == 0:
-            self._address = await self._config.user.do(self._open_store)
+            # The store lives here and not in a rank, so that it outlives a rank.
+            self._store, self._address = await self._config.user.do(open_store)
         if setup.world > 1:
             self._address = await meet(self._config, setup, self._address)
-
-    def _open_store(self) -> str:
-        # The store lives here and not in a rank, so that it outlives a rank; it listens before anybody hears of it.
-        dist = importlib.import_module("torch.distributed")
-        self._store = dist.TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
-        return f"{own_address()}:{self._store.port}"
 
     async def run(self, committed: int) -> None:
         """Start the ranks and wait for all of them. Raises CommandFailed."""
@@ -249,14 +249,14 @@ class CommandRunner:
         rank = self._setup.index * self._command.local + local_rank
         first = first_error(self._files)
         if first is not None:
-            return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
+            return CommandFailed(first[0], reason=_user_reason(first[0]), traceback_text=first[1])
         if status == -signal.SIGKILL:
             return CommandFailed(f"rank {rank} was ended by SIGKILL", reason=Reason.SIGNALLED)
         how = f"was ended by {process.signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
         words = await last_words(self._config, self._log_from)
         return CommandFailed(
             ": ".join((f"rank {rank} {how}", *words[-1:])),
-            reason=Reason.SIGNALLED if status < 0 else Reason.EXIT_NONZERO,
+            reason=Reason.SIGNALLED if status < 0 else _user_reason(*words[-1:], other=Reason.EXIT_NONZERO),
             traceback_text="\n".join(words),
         )
 
@@ -273,7 +273,7 @@ class CommandRunner:
             marks = {int(path.name.rpartition("-")[2]): _marks(path) for path in self._files.glob("progress-*")}
             newest = max((one.steps for one in marks.values()), default=0.0)
             self._place = self._collectives(marks)
-            if self._config.role.seats > self._config.role.gang_size:
+            if self._config.role.resizes:
                 folder = make_context(self._config, self._setup).checkpoint_dir
                 self._config.marks.saved(await asyncio.to_thread(_newest_s, folder))
             if newest > seen:
@@ -326,9 +326,9 @@ class CommandRunner:
         stacks = of_the_job(stacks_of(which) or requested_stacks(which, self._files / f"stacks-{rank}"))
         return f"rank {rank}: process {pid} {process.state_of(which) or 'has ended'}{place}\n{stacks}"
 
-    async def dissolve(self) -> None:
+    async def dissolve(self, grace_s: float) -> None:
         """End the ranks of the present epoch and close its store."""
-        await self._end_children(DISSOLVE_GRACE_S)
+        await self._end_children(max(grace_s, DISSOLVE_GRACE_S))
         self._store = None
 
     async def stop(self, grace_s: float) -> None:

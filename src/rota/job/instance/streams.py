@@ -26,6 +26,7 @@ from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, DataError, TimedOut
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
+from rota.spec.user_code import UserCode
 
 if TYPE_CHECKING:
     from rota.job.instance.flow import Flow
@@ -316,10 +317,10 @@ class Pump:
 
     async def _guarded(self, work: Callable[..., Awaitable[None]], *args: object) -> None:
         """A failure of a pump is raised to the loop when it asks for the next batch."""
-        try:
+        with UserCode() as source:
             await work(*args)
-        except Exception as error:  # noqa: BLE001 - code of a source may raise anything; the loop gets it
-            self._failure = self._failure or error
+        if source.failed:
+            self._failure = self._failure or source.take()
             self.wake()
 
     async def _feed(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from rota.job.core.context import InstanceRecord, JobContext, Process
+from rota.job.core.desired import next_emit
 from rota.job.core.progress import (
     Pace,
     RankStatus,
@@ -49,6 +50,8 @@ MASTER = "master"
 STRANGER = "no part of this job"
 STOPPED = "nothing: its process is stopped by a signal"
 
+Heard = Mapping[InstanceId, Heartbeat | None]
+"""The last beat of each instance under its present epoch."""
 Absent = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
 
@@ -75,7 +78,7 @@ class WhyDocument(TypedDict):
     """Who waits for whom now; ``stacks`` by instance are those of culprits and suspects."""
 
     vertices: list[JsonObject]
-    """``VertexStatus`` as plain values, with ``stuck`` and the ``state`` of the instance."""
+    """``VertexStatus`` as plain values, with ``stuck`` and the ``state`` of the instance; the master comes last."""
     slow: list[SlowInstance]
     dropped: list[str]
     waits: list[JsonObject]
@@ -170,7 +173,7 @@ class DiagnosisManager:
         if ctx.spec is None:
             return WaitGraph(statuses={})
         present = [one for one in ctx.instances.values() if not (one.ended or one.retired)]
-        heard = {one.id: (self._beat(one), self._silent_s(one)) for one in present}
+        heard = {one.id: self._beat(one) for one in present}
         waits = list(self._reported(ctx, heard, absent or {}))
         waits += self._collectives(ctx, heard)
         waits += self._starts(ctx, present)
@@ -189,9 +192,6 @@ class DiagnosisManager:
         beat, _ = self.beats.get(one.id, (None, 0.0))
         return beat if beat is not None and beat.epoch == one.epoch else None
 
-    def _age_s(self, one: InstanceRecord) -> float:
-        return self.clock.monotonic_s() - self.beats[one.id][1]
-
     def _silent_s(self, one: InstanceRecord) -> float:
         """Seconds without a beat, counted for as long as this master could have heard one."""
         now_s = self.clock.monotonic_s()
@@ -202,16 +202,14 @@ class DiagnosisManager:
         least_s, most_s = SILENT_S
         return self._silent_s(one) > min(most_s, max(least_s, _limit_s(ctx, one) / 2))
 
-    def _reported(
-        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]], absent: Absent
-    ) -> Iterator[WaitEdge]:
+    def _reported(self, ctx: JobContext, heard: Heard, absent: Absent) -> Iterator[WaitEdge]:
         """The waits that instances report; those of a silent one are out of date: it is what others wait for."""
         names = {str(one) for one in heard}
-        for instance, (beat, _) in heard.items():
+        for instance, beat in heard.items():
             one = ctx.instances[instance]
             if beat is None or self._is_silent(ctx, one):
                 continue
-            age_s = self._age_s(one)
+            age_s = self.clock.monotonic_s() - self.beats[instance][1]
             for wait in beat.waits:
                 older = replace(wait, age_s=round(wait.age_s + age_s, 3))
                 if wait.kind == "meeting":
@@ -223,11 +221,9 @@ class DiagnosisManager:
                     members = (str(member.id) for member in ctx.of_role(RoleName(wait.target)))
                     yield from (replace(older, target=name) for name in members if name in names)
 
-    def _collectives(
-        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]]
-    ) -> Iterator[WaitEdge]:
+    def _collectives(self, ctx: JobContext, heard: Heard) -> Iterator[WaitEdge]:
         for members in ctx.plan.ranks.values():
-            beats = {member: heard[member][0] for member in members if member in heard and ctx.instances[member].active}
+            beats = {member: heard[member] for member in members if member in heard and ctx.instances[member].active}
             ranks = [
                 RankStatus(
                     name=str(member),
@@ -251,8 +247,7 @@ class DiagnosisManager:
 
     def _status(self, ctx: JobContext, one: InstanceRecord, waited_s: float | None) -> VertexStatus:
         beat, limit_s, silent_s = self._beat(one), _limit_s(ctx, one), self._silent_s(one)
-        assert ctx.spec is not None, "only a job with a spec has instances"
-        role = ctx.spec.role(one.id.role)
+        role = ctx.role(one.id.role)
         if beat is not None and self.rates[one.id].dropped:
             limit_s /= 2
         elif beat is not None and role.is_loop and beat.cpus >= WORKING_CPUS:
@@ -376,7 +371,8 @@ class DiagnosisManager:
             "vertices": [
                 {**codec.to_json_value(one), "stuck": one.stuck, "state": _state(ctx, name)}
                 for name, one in graph.statuses.items()
-            ],
+            ]
+            + [_master_row(ctx)],
             "slow": [{"instance": name, "factor": round(factor, 2)} for name, factor in self.slow(ctx).items()],
             "dropped": [str(one) for one, watch in self.rates.items() if watch.dropped and one in ctx.instances],
             "waits": [codec.to_json_value(wait) for wait in graph.waits],
@@ -387,12 +383,19 @@ class DiagnosisManager:
 
 
 def _limit_s(ctx: JobContext, one: InstanceRecord) -> float:
-    assert ctx.spec is not None, "only a job with a spec has instances"
-    return ctx.spec.role(one.id.role).fail.progress_s
+    return ctx.role(one.id.role).fail.progress_s
 
 
 def _state(ctx: JobContext, name: str) -> str:
     return next((one.state.value for one in ctx.instances.values() if str(one.id) == name), "")
+
+
+def _master_row(ctx: JobContext) -> JsonObject:
+    """What the master waits for before it takes its next decision, as a vertex."""
+    step = next_emit(ctx)
+    doing = f"about to write {type(step.event).__name__}" if step else step.why
+    status = VertexStatus(name=MASTER, limit_s=0.0, doing=doing)
+    return {**codec.to_json_value(status), "stuck": status.stuck, "state": ctx.state}
 
 
 def _root(graph: WaitGraph, root: Root) -> RootRow:

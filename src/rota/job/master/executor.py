@@ -11,11 +11,10 @@ from pathlib import Path
 from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.resize import places
-from rota.job.health.heartbeat import Failure
 from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
 from rota.runtime import secrets
 from rota.runtime.clock import Clock
-from rota.runtime.environ import Home
+from rota.runtime.environ import NODE, Home
 from rota.runtime.launcher import (
     Call,
     CallTimeout,
@@ -28,10 +27,12 @@ from rota.runtime.launcher import (
     RemoteError,
     Reservation,
     ReserveFailed,
+    handle_of,
     instance_name,
     remote_traceback,
     reservation_name,
 )
+from rota.runtime.packages import PackagesFailed
 from rota.runtime.process import signal_name
 from rota.spec import codec
 from rota.spec.codec import JsonObject
@@ -39,6 +40,7 @@ from rota.spec.commands import (
     Assemble,
     CheckNode,
     Command,
+    CopyCommit,
     Emit,
     ReleaseGang,
     ReserveGang,
@@ -51,6 +53,7 @@ from rota.spec.commands import (
 )
 from rota.spec.events import (
     CheckpointSaved,
+    CommitCopied,
     GangReleased,
     GangReserved,
     GangReserveFailed,
@@ -63,7 +66,7 @@ from rota.spec.events import (
     NodeChecked,
     TimerFired,
 )
-from rota.spec.ids import Epoch, InstanceId, NodeId
+from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import Checkpoint, JobSpec
 from rota.spec.reasons import ENDED_ITSELF, Reason
 
@@ -72,12 +75,17 @@ RESERVE_MAX_S = 120.0
 RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
 GIVE_UP_S = 300.0
-"""Limit of the attempts at a command; then its failure is an event. Giving back has no limit: it holds resources."""
+"""Limit of the attempts at a command; then its failure is an event."""
+LIMITED = (ReserveGang, Assemble, RunInstance)
+"""Commands that are given up after ``GIVE_UP_S``. The others are tried until the job stops wanting them: what gives
+back holds resources until it has succeeded, a start has the timer of its job, and the rest a limit of its own."""
 LATE_LOOK_S = 0.1
 """Pause between two looks at a start that is late; what is left of its limit may be less than a clock resolves."""
 CHECK = Call(method="check", control=True)
 CHECK_ANSWER_S = 10.0
 """Limit of each answer of a suspected node; a verdict waits for it."""
+COPY_RETRY_S = (5.0, 60.0)
+"""Pause before a copy that failed is tried again: first, and at most."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
 
@@ -109,9 +117,9 @@ class Executor:
             task.add_done_callback(lambda _: self.tasks.pop(command.id, None))
 
     def keep(self, wanted: frozenset[str]) -> None:
-        """Drop timers and waits for answers that are no longer wanted; effects on the engine run to their end."""
+        """Drop timers and waits for answers that the job stopped wanting; effects on the engine run to their end."""
         for name, task in list(self.tasks.items()):
-            if name not in wanted and name.startswith(("timer/", "assemble/", "run/", "save/")):
+            if name not in wanted and name.startswith(("timer/", "assemble/", "run/", "save/", "copy/")):
                 task.cancel()
 
     async def close(self) -> None:
@@ -136,7 +144,8 @@ class Executor:
                 break
             except Exception as error:  # noqa: BLE001 - the engine may fail in any way; effects are idempotent by name
                 late = self.clock.monotonic_s() - began_s > GIVE_UP_S
-                if late and (event := _given_up(command, error)) is not None:
+                if late and isinstance(command, LIMITED):
+                    event = _given_up(command, error)
                     break
                 sys.stderr.write(f"{command.id}: {type(error).__name__}: {error}; again in {pause_s:g} s\n")
                 await self.clock.sleep(pause_s)
@@ -163,6 +172,8 @@ class Executor:
                 return await self._check(command)
             case SaveCommit():
                 return await self._save(command, ctx)
+            case CopyCommit():
+                return await self._copy(command, ctx)
             case SetTimer():
                 return await self._wait(command)
             case _:
@@ -202,14 +213,16 @@ class Executor:
             return _lost(command.instance, command.epoch, reason, f"died at its start: {error}")
         except CallTimeout as error:
             return _lost(command.instance, command.epoch, Reason.START_TIMEOUT, str(error))
+        except PackagesFailed as error:
+            return _lost(command.instance, command.epoch, Reason.ENV_SETUP_FAILED, str(error))
         except Exception as error:  # noqa: BLE001 - the constructor of a process may raise anything; it becomes an event
             text, trace = f"{type(error).__name__}: {error}", remote_traceback(error)
             return _lost(command.instance, command.epoch, Reason.USER_ERROR, text, trace)
         self.know(handle)
-        if ctx.spec.role(command.instance.role).fail.check != "none":
+        if ctx.role(command.instance.role).fail.check != "none":
             found = await self._ask(command.instance, command.epoch, CHECK)
-            if isinstance(found, Failure):
-                return _lost(command.instance, command.epoch, found.reason, found.text)
+            if isinstance(found, InstanceLost):
+                return replace(found, epoch=command.epoch, alive=False)
         return InstanceStarted(
             role=command.instance.role,
             rank=command.instance.rank,
@@ -217,6 +230,7 @@ class Executor:
             node=command.bundle.node,
             pid=handle.pid,
             start_time=handle.start_time,
+            address=handle.address,
         )
 
     async def _assemble(self, command: Assemble, ctx: JobContext) -> JobEvent | None:
@@ -227,12 +241,15 @@ class Executor:
             "index": command.peers.index(command.instance),
             "restore": command.restore,
             "restarts": ctx.instances[command.instance].restarts,
+            "grace_s": command.grace_s,
+            "source": command.source,
+            "source_epoch": command.source_epoch,
         }
         answer = await self._ask(
             command.instance, command.started_epoch, Call(method="assemble", kwargs=kwargs, control=True)
         )
-        if isinstance(answer, Failure):
-            return _failed(command.instance, command.epoch, answer)
+        if isinstance(answer, InstanceLost):
+            return replace(answer, epoch=command.epoch)
         if answer is None:
             return None
         role, rank = command.instance.role, command.instance.rank
@@ -245,22 +262,22 @@ class Executor:
         answer = await self._ask(
             command.instance, command.started_epoch, Call(method="run", kwargs=kwargs, control=True)
         )
-        if isinstance(answer, Failure):
-            return _failed(command.instance, command.epoch, answer)
+        if isinstance(answer, InstanceLost):
+            return replace(answer, epoch=command.epoch)
         if answer is None:
             return None
         return InstanceEnded(role=command.instance.role, rank=command.instance.rank, epoch=command.epoch)
 
-    async def _ask(self, instance: InstanceId, started: Epoch, call: Call) -> Failure | str | None:
+    async def _ask(self, instance: InstanceId, started: Epoch, call: Call) -> InstanceLost | str | None:
         """``done``, a failure, or None when it is out of date: what ``assemble``, ``run`` and ``check`` answer."""
         try:
             raw: JsonObject = await self.launcher.call(self.handle(instance, started), call)
         except ProcessGone as error:
             # The launcher's event of the death says more; this is only for a death that was not seen.
             await self.clock.sleep(UNSEEN_DEATH_S)
-            return Failure(epoch=started, reason=Reason.SIGNALLED, text=str(error))
+            return _lost(instance, started, Reason.SIGNALLED, str(error))
         if raw["answer"] == "failed":
-            return codec.from_json_value(Failure, raw["failure"])
+            return codec.from_json_value(InstanceLost, raw["failure"])
         return "done" if raw["answer"] == "done" else None
 
     async def _stop(self, command: StopInstance) -> JobEvent:
@@ -294,6 +311,35 @@ class Executor:
         seconds = round(self.clock.monotonic_s() - began_s, 6)
         return CheckpointSaved(n=command.n, path=folder, seconds=seconds, cursor=dict(ctx.cursor))
 
+    async def _copy(self, command: CopyCommit, ctx: JobContext) -> JobEvent:
+        """Every part is sent by a process of the host whose memory has it; what fails is asked for again, later."""
+        began_s = self.clock.monotonic_s()
+        found = await asyncio.gather(*(self._copy_part(part, command) for part in command.parts))
+        copies = tuple(one for one in found if not isinstance(one, str))
+        missing = "; ".join(one for one in found if isinstance(one, str))
+        if missing and command.fails:  # with its outcome the next one begins, of the last commit then
+            await self.clock.sleep(min(COPY_RETRY_S[0] * 2 ** (command.fails - 1), COPY_RETRY_S[1]))
+        return CommitCopied(
+            n=command.n,
+            loop_epoch=command.loop_epoch,
+            copies=() if missing else copies,
+            text=missing,
+            seconds=round(self.clock.monotonic_s() - began_s, 6),
+            cursor={} if missing else dict(ctx.cursor),
+        )
+
+    async def _copy_part(self, part: Saving, command: CopyCommit) -> tuple[RoleName, int, str, Epoch] | str:
+        """Which machine has it now, or why none has."""
+        kwargs = {"owner": str(part.owner), "n": command.n, "hosts": list(command.hosts)}
+        call = Call(method="copy", kwargs=kwargs, control=True)
+        try:
+            answer = await self.launcher.call(self.handle(part.process, part.started_epoch), call)
+        except (ProcessGone, CallTimeout, RemoteError) as error:
+            answer = {"answer": "failed", "text": str(error)}
+        if answer["answer"] != "done" or isinstance(part.owner, str):
+            return f"{part.owner} is on one machine only: {answer.get('text', '')}"
+        return part.owner.role, part.owner.rank, str(answer["host"]), Epoch(int(answer["epoch"]))
+
     async def _save_part(self, part: Saving, n: int, folder: str) -> None:
         kwargs = {"owner": str(part.owner), "n": n if part.n is None else part.n, "folder": folder}
         kwargs["weights"] = part.n is not None
@@ -305,8 +351,7 @@ class Executor:
     def handle(self, instance: InstanceId, started: Epoch) -> Handle:
         """Where to reach a process, known from its start or by its name alone."""
         name = instance_name(self.place.job, instance, started)
-        unknown = Handle(name=name, job=self.place.job, instance=instance, epoch=started, node=NodeId(""), pid=0)
-        return self.handles.get(name, unknown)
+        return self.handles.get(name) or handle_of(name)
 
 
 def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: JobPlace) -> InstanceSpec:
@@ -322,6 +367,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         "ROTA_INSTANCE": str(command.instance),
         "ROTA_EPOCH": str(command.epoch),
         "ROTA_ATTEMPT": str(attempt),
+        NODE: str(command.bundle.node),
         "ROTA_OUTPUT_DIR": spec.output or str(dirs.output),
         "ROTA_CHECKPOINT_DIR": checkpoint_dir(spec, place),
         "PYTHONUNBUFFERED": "1",
@@ -348,6 +394,8 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         node=command.bundle.node,
         devices=command.bundle.devices,
         res=role.res,
+        limits=role.limits,
+        packages=spec.packages_of(role),
         workdir=place.workdir,
         log_path=place.log_path(command.instance),
     )
@@ -355,7 +403,9 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
 
 def death_event(death: ProcessDied) -> InstanceLost:
     """The event of the death of a process; its epoch is the one the process was started under."""
-    if death.signal is not None:
+    if death.exceeded:
+        reason, text = Reason.OVER_LIMIT, f"ended for its limits: it {death.exceeded}"
+    elif death.signal is not None:
         reason, text = Reason.SIGNALLED, f"ended by {signal_name(death.signal)}"
     elif (why := ENDED_ITSELF.get(death.exit_code or 0)) is not None:
         reason, text = Reason.SELF_ENDED, f"ended itself with exit status {death.exit_code}: {why}"
@@ -394,29 +444,14 @@ def _superseded(command: Command) -> str:
             return ""
 
 
-def _given_up(command: Command, error: Exception) -> JobEvent | None:
-    """The event of a command that the engine did not carry out; None for one that must be tried on."""
+def _given_up(command: ReserveGang | Assemble | RunInstance, error: Exception) -> JobEvent:
+    """The event of a command that the engine did not carry out."""
     text = f"the engine did not carry it out within {GIVE_UP_S:g} s: {type(error).__name__}: {error}"
     match command:
         case ReserveGang(gang=gang, epoch=epoch):
             return GangReserveFailed(gang=gang, epoch=epoch, reason=Reason.GANG_TIMEOUT, text=text)
         case Assemble(instance=instance, epoch=epoch) | RunInstance(instance=instance, epoch=epoch):
             return _lost(instance, epoch, Reason.START_TIMEOUT, text)
-        case _:
-            return None
-
-
-def _failed(instance: InstanceId, epoch: Epoch, failure: Failure) -> InstanceLost:
-    gone = failure.reason is Reason.SIGNALLED
-    return InstanceLost(
-        role=instance.role,
-        rank=instance.rank,
-        epoch=epoch,
-        reason=failure.reason,
-        text=failure.text,
-        traceback=failure.traceback,
-        alive=not gone,
-    )
 
 
 def _lost(instance: InstanceId, epoch: Epoch, reason: Reason, text: str, trace: str = "") -> InstanceLost:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from rota.job import checkpoint
-from rota.job.core import migration, shutdown
+from rota.job.core import migration, shutdown, survival
 from rota.job.core.context import JobContext, Process
-from rota.job.core.desired import next_emit, wanted
+from rota.job.core.desired import next_emit
 from rota.job.core.ledger import FlowCut
-from rota.job.core.machine import accepts_commit, fold, initial
+from rota.job.core.machine import accepts_commit, fold, initial, step
 from rota.job.core.resize import saved_by_script
 from rota.job.core.transitions import InvalidTransition
 from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
@@ -34,7 +34,16 @@ from rota.job.inspect import import_target
 from rota.job.master.diagnosis import DiagnosisManager, WhyDocument
 from rota.job.master.executor import Executor, death_event, losses_with
 from rota.job.rpc.client import EventLoopThread
-from rota.job.rpc.peers import CommitCheckpoint, CommitDone, CommitRefused, JobPlace, PeerTable, cursor_with, table_of
+from rota.job.rpc.peers import (
+    CommitAgain,
+    CommitCheckpoint,
+    CommitDone,
+    CommitRefused,
+    JobPlace,
+    PeerTable,
+    cursor_with,
+    table_of,
+)
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -42,7 +51,7 @@ from rota.runtime.probe import probe_process
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
 from rota.spec import codec
 from rota.spec.codec import JsonObject
-from rota.spec.commands import Command, Emit
+from rota.spec.commands import Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
     CheckpointSaved,
@@ -73,7 +82,10 @@ def newest_context(log: EventLog, job: JobId) -> Replayed:
     """The newest kept context that this code reads; without one, the context before the first record. Blocks."""
     for kept in log.contexts(job):
         try:
-            return Replayed(ctx=JobContext.from_json(json.loads(kept.body)), number=kept.number)
+            ctx = JobContext.from_json(json.loads(kept.body))
+            if ctx.checkpoint_n and not ctx.checkpoints:
+                raise ValueError("it has no list of checkpoints, an earlier release kept it")
+            return Replayed(ctx=ctx, number=kept.number)
         except (ValueError, TypeError, KeyError) as error:
             report_unreadable(kept, error)
     return Replayed(ctx=initial(job))
@@ -164,11 +176,13 @@ class Inbox(asyncio.Queue[AppendRequest | BaseException]):
         super().__init__(INBOX_MAX)
 
     def add(self, request: AppendRequest | BaseException) -> None:
-        """Over the limit nothing is dropped in silence: the master fails, and the next one asks what is alive."""
+        """Over the limit the master fails, and every request is refused: the next master asks what is alive."""
         if self.full():
-            while not self.empty():
-                self.get_nowait()
-            request = InboxFull(f"{INBOX_MAX} events wait to be written")
+            full = InboxFull(f"{INBOX_MAX} events wait to be written")
+            self.refuse(full)
+            if isinstance(request, AppendRequest):
+                request.answer(full)
+            request = full
         self.put_nowait(request)
 
     def refuse(self, refusal: Exception) -> None:
@@ -203,10 +217,12 @@ READ_MAX = 5000
 POLL_S = 0.15
 """The log is read this often for events of the service."""
 WATCH_S = 1.0
+COPY_LOOK_S, COPY_WAIT_S = 0.05, 8.0
+"""Between two looks at whether the commit before has reached another machine, and the longest wait for that."""
 STORE_RETRY_S = 0.5
 DEGRADED_MAX_S = 600.0
 """Limit of the wait for a store that is away, in which heartbeats are answered; after it the master steps down."""
-PUSH_MAX_S, STACKS_MAX_S = 5.0, 3.0
+PUSH_MAX_S, STACKS_MAX_S, ALIVE_MAX_S = 5.0, 3.0, 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
@@ -248,7 +264,7 @@ class JobMaster:
         self._story: deque[Record] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills, is_stopped=is_stopped)
         self._executor: Executor | None = None
-        self._begun: set[str] = set()
+        self._begun: frozenset[str] = frozenset()
         """Commands that the context asks for and that were begun; a returning master begins all of them anew."""
         self._owned: dict[asyncio.Task[None], None] = {}
         self._table = PeerTable()
@@ -285,7 +301,7 @@ class JobMaster:
             await self._close()
 
     async def _turn(self) -> None:
-        if (emit := next_emit(self.ctx)) is not None:
+        if emit := next_emit(self.ctx):
             await self._emit(emit)
             return
         try:
@@ -365,29 +381,23 @@ class JobMaster:
                 await self._clock.sleep(STORE_RETRY_S)
 
     def _step(self, records: tuple[Record, ...]) -> None:
-        """Step the machine and start what it newly asks for. The only place where the context changes.
-
-        What a record asked for that a later one of the same read took back is not begun.
-        """
-        commands: tuple[Command, ...] = ()
+        """Step the machine and start what it newly asks for. The only place where the context changes."""
         for record in records:
             self._story.append(record)
             self._number = max(self._number, record.number)
-            try:
-                self.ctx = fold(self.ctx, record)
-            except InvalidTransition as error:
-                error.events = tuple(self.last_events())
-                raise
-            if self._executor is not None:
-                commands = wanted(self.ctx)
-                self._begun &= {command.id for command in commands}
-        if self._executor is not None and records:
-            for command in commands:
-                if command.id not in self._begun:
+        try:
+            if self._executor is None:
+                self.ctx = functools.reduce(fold, records, self.ctx)
+            elif records:
+                done = step(self.ctx, records, self._begun)
+                self.ctx, self._begun = done.ctx, done.begun
+                for command in done.commands:
                     self._executor.launch(command, self.ctx)
-            self._begun = {command.id for command in commands}
-            self._executor.keep(frozenset(self._begun))
-            self._push_table()
+                self._executor.keep(self._begun)
+                self._push_table()
+        except InvalidTransition as error:
+            error.events = tuple(self.last_events())
+            raise
         if self.ctx.master_epoch > self.epoch:
             raise Fenced(f"master {self.ctx.master_epoch} of {self._job} has taken over from {self.epoch}")
 
@@ -468,7 +478,7 @@ class JobMaster:
         return HeartbeatAnswer(master_epoch=self.epoch, table=table).to_json()
 
     def _judge(self, beat: Heartbeat) -> None:
-        one, lost = self.ctx.instances.get(beat.id), beat.lost()
+        one, lost = self.ctx.instances.get(beat.id), beat.lost
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
         if beat.saved_s > self._saved_s and migration.waits_for_boundary(replace(self.ctx, at_s=self._clock.wall_s())):
@@ -484,7 +494,7 @@ class JobMaster:
         metrics: JsonObject,
         saved: CommitCheckpoint | None = None,
         cut: FlowCut | None = None,
-    ) -> CommitDone | CommitRefused:
+    ) -> CommitDone | CommitRefused | CommitAgain:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
@@ -506,8 +516,13 @@ class JobMaster:
                 # The store may have lost its answer after it wrote this very commit: then it is done.
                 if not self._has(n, loop_epoch):
                     return {"answer": "refused", "text": str(error)}
+            except InboxFull as error:
+                return {"answer": "again", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
             self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
+        began_s = self._clock.monotonic_s()
+        while survival.waits_for_copy(self.ctx, n) and self._clock.monotonic_s() - began_s < COPY_WAIT_S:
+            await self._clock.sleep(COPY_LOOK_S)
         return {
             "answer": "done",
             "table": table_of(self.ctx).to_json(),
@@ -546,6 +561,19 @@ class JobMaster:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
         await self._loaded.wait()
         return await self._watch.explain(self.ctx, self._rendezvous.absent(self.ctx), self.stacks)
+
+    async def is_alive(self, role: str, rank: int, started_epoch: int) -> bool:
+        """Whether a process still belongs to the job and answers, or is only silent; for who lost its connection."""
+        one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
+        if one is None or one.process is None or one.process.epoch != started_epoch:
+            return False
+        try:
+            await self._call_instance(role, rank, Call(method="ping", timeout_s=ALIVE_MAX_S, control=True))
+        except ProcessGone:
+            return False
+        except (CallTimeout, RemoteError):
+            return True  # it is silent, or answers with an error: its heartbeats decide
+        return True
 
     async def ping(self) -> None:
         """Answers at once while the loop of this master turns, whatever else it waits for."""

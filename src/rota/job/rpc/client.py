@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rota.job.rpc import dispatch
 from rota.job.rpc.payload import unpicklable_at
-from rota.job.rpc.peers import Peer, PeerTable
+from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.job.rpc.tracing import Waiting, size_of
 from rota.runtime.clock import Clock
 from rota.runtime.launcher import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
@@ -46,11 +47,13 @@ class EventLoopThread:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         loop.run_forever()
+        loop.run_until_complete(asyncio.sleep(0))  # who came in its last step begins: only then it can be cancelled
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
         if left:
             loop.run_until_complete(asyncio.wait(left))
+        loop.close()
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a loop that runs in a thread of its own already; only before anything was given to this one.
@@ -62,8 +65,17 @@ class EventLoopThread:
             self.loop = loop
 
     def submit(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in this loop; its result comes as a future that any thread may wait for."""
-        return asyncio.run_coroutine_threadsafe(_contained(work), self.loop)
+        """Start a coroutine in this loop; its result comes as a future that any thread may wait for.
+
+        Raises RuntimeError when the loop was closed.
+        """
+        contained = _contained(work)
+        try:
+            return asyncio.run_coroutine_threadsafe(contained, self.loop)
+        except RuntimeError:
+            contained.close()
+            work.close()
+            raise
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
         """Run a coroutine in this loop and wait for it from another event loop; cancelling the wait cancels it."""
@@ -81,7 +93,8 @@ class EventLoopThread:
 
     def close(self) -> None:
         """Stop the loop after its present step and cancel what is left in it; the thread ends with it."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 async def _contained(work: Coroutine[object, object, T]) -> T:
@@ -99,6 +112,10 @@ SENDABLE = (
     "send numbers, texts, arrays, and lists, tuples and dicts of them; locks, files, sockets and generators stay where"
     " they were made"
 )
+ALIVE_ANSWER_S = 5.0
+"""Limit of the answer of the master to whether a process lives."""
+RECONNECT_S = (0.05, 1.0)
+"""Pause before a call is sent again over a new connection: first, and at most."""
 ASYNC_INFLIGHT_MAX = 16
 """Items of one caller that an instance with an async operation has at once."""
 
@@ -226,12 +243,16 @@ class RpcClient:
         """Take a newer table; wakes everybody who waits for one."""
         if table.version <= self.table.version:
             return
-        self.table = table
+        older, self.table = self.table, table
         self._peers = {(peer.role, peer.rank): peer for peer in table.peers}
         self._worlds = Counter(peer.role for peer in table.peers)
         self._routes = {}
         present = {(peer.id, peer.epoch) for peer in table.peers}
         self._down &= present
+        processes = {(peer.id, peer.started_epoch) for peer in table.peers}
+        for peer in older.peers:  # the master gave it up: a machine that is silent closes no connection
+            if peer.pid and (peer.id, peer.started_epoch) not in processes:
+                self._launcher.hang_up(peer.handle(self._job))
         self.wake()
 
     def enter(self, loop_epoch: Epoch) -> None:
@@ -335,15 +356,11 @@ class RpcClient:
         peer = await self._ready(role, lambda: self._free(role, op, avoid), sending)
         if not began(peer):
             return Lost("")
-        self._load[peer.id] = self._load.get(peer.id, 0) + 1
         _, deadline_s = self._limits(op, loop_epoch)
         try:
-            found = await self._attempt(peer, sending._replace(deadline_s=deadline_s))
+            found = await self._attempt_item(peer, sending._replace(deadline_s=deadline_s))
         except (BadInput, CallFailed) as error:  # it cannot be sent, or its result cannot
             found = Lost(error.message, traceback=str(error))
-        finally:
-            self._load[peer.id] -= 1
-            self.wake()
         if isinstance(found, Lost) and not found.traceback:
             self._set_aside(peer, refused=not found.text)
         return found
@@ -380,18 +397,25 @@ class RpcClient:
     async def _item_call(self, role: RoleSpec, sending: _Sending) -> object:
         while True:
             peer = await self._ready(role, lambda: self._free(role, sending.op), sending)
-            self._load[peer.id] = self._load.get(peer.id, 0) + 1
-            try:
-                found = await self._attempt(peer, sending)
-            finally:
-                self._load[peer.id] -= 1
-                self.wake()
+            found = await self._attempt_item(peer, sending)
             if not isinstance(found, Lost):
                 return found
             await self._after_loss(peer, sending, found)
 
+    async def _attempt_item(self, peer: Peer, sending: _Sending) -> object:
+        """``_attempt`` at a member whose load counts: at home."""
+        self._load[peer.id] = self._load.get(peer.id, 0) + 1
+        try:
+            return await self._attempt(peer, sending)
+        finally:
+            self._load[peer.id] -= 1
+            self.wake()
+
     async def _attempt(self, peer: Peer, sending: _Sending) -> object:
-        """Send once, from any loop: the value, or how it was lost."""
+        """Send once, from any loop: the value, or how it was lost.
+
+        Over a connection that broke the same call is sent again: its instance runs none twice.
+        """
         op, route = sending.op, self._route(peer)
         request = Request(
             call_id=sending.call_id,
@@ -405,12 +429,20 @@ class RpcClient:
         )
         wait = self.waiting.begin(route.target, "call", op.name, call=sending.call_id)
         answered, size = False, sending.size
+        broken, (pause_s, pause_max_s) = "", RECONNECT_S
         try:
-            found = await self._launcher.call(route.handle, request.to_call(self._left(sending.deadline_s)))
+            while True:
+                try:
+                    found = await self._launcher.call(route.handle, request.to_call(self._left(sending.deadline_s)))
+                    break
+                except ProcessGone as error:
+                    broken = str(error)
+                    if not error.unsure or not await self._is_alive(peer):
+                        return Lost(broken)
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, pause_max_s)
             answered = not isinstance(found, Refusal)
             size += size_of(found)
-        except ProcessGone as error:
-            return Lost(str(error))
         except CallTimeout:
             raise TimedOut(
                 f"{peer.role}.{op.name} gave no answer within its deadline of {op.deadline_s} s",
@@ -422,9 +454,23 @@ class RpcClient:
             raise _not_sent(peer, sending, error) from None
         finally:
             self.waiting.end(wait, ok=answered, size=size)
-        if isinstance(found, Refusal):
-            return Lost(found.text if found.kind == "failed" else "", found.traceback)
+        if isinstance(found, Refusal):  # after a broken connection a stale call may have run before
+            return Lost(found.text if found.kind == "failed" else broken, found.traceback)
         return found
+
+    async def _is_alive(self, peer: Peer) -> bool:
+        """Whether a process whose connection broke may still answer: its master is asked before it is given up.
+
+        While the master says nothing the process keeps the benefit; without its answers this one ends itself in time.
+        """
+        if self._peers.get((peer.role, peer.rank)) != peer:
+            return False
+        args = (peer.id.role, peer.id.rank, peer.started_epoch)
+        call = Call(method="is_alive", args=args, timeout_s=ALIVE_ANSWER_S, control=True)
+        try:
+            return bool(await self._launcher.call(master_handle(self._job), call))
+        except (ProcessGone, CallTimeout):
+            return True
 
     def _route(self, peer: Peer) -> _Route:
         known = self._routes.get((peer.role, peer.rank))

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +26,8 @@ from rota import tensors
 from rota.runtime import environ
 from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
+from rota.spec.user_code import UserCode
+from rota.tensors import transport
 from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
 from rota.tensors.core import ITEM_BYTES, Tensor
@@ -43,11 +45,12 @@ LET_GO_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of a named tensor."""
+    """Rows ``start`` to ``stop`` of a named tensor; ``store`` is the tensor server of the machine that made it."""
 
     name: str
     start: int
     stop: int
+    store: str = ""
 
 
 class _Name:
@@ -64,7 +67,8 @@ class Holdings:
     """True in the process of the loop: a name that it lets go is given back."""
     arrived: bool = False
     """A Ref has come into this process: from then on arguments are looked through."""
-    let_go: collections.deque[str] = field(default_factory=lambda: collections.deque[str](maxlen=LET_GO_MAX))
+    let_go: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=LET_GO_MAX))
+    """Each with the tensor server of the machine that made it."""
     _alive: weakref.WeakValueDictionary[str, _Name] = field(default_factory=weakref.WeakValueDictionary)
     _lock: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
@@ -73,21 +77,23 @@ class Holdings:
         if not self.owner:
             return ()
         with self._lock:
-            return tuple(self._one(name) for name in dict.fromkeys(piece.name for piece in pieces))
+            return tuple(self._one(*one) for one in dict.fromkeys((piece.name, piece.store) for piece in pieces))
 
-    def _one(self, name: str) -> _Name:
+    def _one(self, name: str, store: str) -> _Name:
         held = self._alive.get(name)
         if held is None:
             held = self._alive[name] = _Name()
-            weakref.finalize(held, self.let_go.append, name).atexit = False
+            weakref.finalize(held, self.let_go.append, (name, store)).atexit = False
         return held
 
     def give_back(self, plane: Plane) -> None:
-        """Delete what no Ref holds any more."""
-        while self.let_go:
-            name = self.let_go.popleft()
-            if name not in self._alive:
-                plane.delete(name, missing_ok=True)
+        """Delete what no Ref holds any more, on all machines that have it."""
+        gone = [self.let_go.popleft() for _ in range(len(self.let_go))]
+        try:
+            transport.delete(plane, [(name, store) for name, store in gone if name not in self._alive])
+        except BaseException:  # for the next time
+            self.let_go.extend(gone)
+            raise
 
 
 HELD = Holdings()
@@ -154,7 +160,13 @@ class Ref:
             torch = sys.modules.get("torch") if self.torch else None
             plane = tensors.connect(keep=True)
             as_ = "torch" if torch is not None else "numpy"
-            parts = [plane.get(one.name, as_=as_)[one.start : one.stop] for one in self.pieces]
+            own = transport.own_store(plane) if any(one.store for one in self.pieces) else ""
+            parts = [
+                plane.get(one.name, as_=as_)[one.start : one.stop]
+                if one.store in ("", own)
+                else transport.pull(plane, one.name, near=one.store, as_=as_)[one.name][one.start : one.stop]
+                for one in self.pieces
+            ]
             joined = torch.cat if torch is not None else np.concatenate
             self._value = parts[0] if len(parts) == 1 else joined(parts)
         return self._value
@@ -166,10 +178,10 @@ class Ref:
             for one in self.pieces:
                 low, high = max(start - at, 0), min(stop - at, one.stop - one.start)
                 if low < high:
-                    found.append(RowRange(one.name, one.start + low, one.start + high))
+                    found.append(replace(one, start=one.start + low, stop=one.start + high))
                 at += one.stop - one.start
         rows = sum(stop - start for start, stop in runs)
-        empty = (RowRange(self.pieces[0].name, 0, 0),)
+        empty = (replace(self.pieces[0], start=0, stop=0),)
         return Ref(tuple(found) or empty, (rows, *self.shape[1:]), self.dtype, self.torch)
 
 
@@ -243,11 +255,13 @@ class Box:
             return array
         name = f"{self._prefix}/{self._count}"
         try:
-            self._connect().put(name, array)
+            plane = self._connect()
+            store = transport.own_store(plane)
+            plane.put(name, array)
         except (OutOfMemory, NotReachable):
             return array  # it travels in the answer
         self._count += 1
-        return Ref((RowRange(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))
+        return Ref((RowRange(name, 0, array.shape[0], store),), tuple(array.shape), dtype, is_torch(array))
 
 
 def unpicklable_at(value: object, path: str, text: str, depth: int = UNPICKLABLE_DEPTH_MAX) -> str:
@@ -267,11 +281,9 @@ def unpicklable_at(value: object, path: str, text: str, depth: int = UNPICKLABLE
 
 def _refused(value: object) -> str:
     """What pickle says of a value that it refuses."""
-    try:
+    with UserCode() as pickling:
         pickle.dumps(value, protocol=5, buffer_callback=lambda _: None)
-    except Exception as error:  # noqa: BLE001 - the job's own __reduce__ may raise anything
-        return str(error)
-    return ""
+    return str(pickling.take()) if pickling.failed else ""
 
 
 def _like(value: Any, items: list[Any]) -> Any:
@@ -287,6 +299,7 @@ def prefix_of(job: JobId, loop_epoch: int, rest: str = "") -> str:
 def sweep(plane: Plane, job: JobId, loop_epoch: int) -> None:
     """Delete what older loops held; the loop of ``loop_epoch`` is entered."""
     own = prefix_of(job, loop_epoch)
+    transport.everywhere({"op": "sweep", "prefix": f"call/{job}/", "keep": own})
     for row in plane.ls(f"call/{job}/"):
         if not row.name.startswith(own):
             plane.delete(row.name, missing_ok=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from rota.job.core.context import InstanceRecord, JobContext
 from rota.job.core.ledger import FlowCut
-from rota.job.core.shutdown import CUT, WEIGHTS
+from rota.job.core.survival import CUT, WEIGHTS
 from rota.runtime.environ import Home
-from rota.runtime.launcher import Handle, instance_name, master_name
+from rota.runtime.launcher import Handle, handle_of, instance_name, master_name
 from rota.runtime.output import log_name
-from rota.spec import codec
-from rota.spec.codec import JsonObject
+from rota.spec.codec import JsonObject, JsonValue
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.states import InstanceState
@@ -23,7 +23,7 @@ NO_EPOCH = Epoch(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobPlace:
+class JobPlace(JsonValue):
     """Where a job lives, as its master and every instance get it.
 
     ``launcher`` is the import path of a function that opens the launcher inside a process of the job.
@@ -36,15 +36,6 @@ class JobPlace:
     owner: str = ""
     """Who submitted the job: whose secrets it may open."""
 
-    def to_json(self) -> dict[str, str]:
-        """Plain values, for the way into a process."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: JsonObject) -> JobPlace:
-        """Inverse of ``to_json``."""
-        return codec.from_json_value(JobPlace, raw)
-
     def log_path(self, instance: InstanceId) -> str:
         """The log of one instance."""
         return str(Home.of(self.home).job(self.job).logs / log_name(instance.role, instance.rank))
@@ -56,7 +47,7 @@ def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
     return given or str(Path(place.home) / "checkpoints" / place.job)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Peer:
     """One instance as others see it. ``started_epoch`` names its process; ``ready`` = takes calls under ``epoch``."""
 
@@ -69,10 +60,12 @@ class Peer:
     ready: bool
     cause: str = ""
     """Why it is not ready, as far as known."""
+    address: str = ""
+    """Where its process is called from other machines, ``host:port``."""
     seat: int | None = None
     """Its number in the names of its process, where that is not its rank among those that take part."""
 
-    @property
+    @cached_property
     def id(self) -> InstanceId:
         """Role and seat: the name that its process and its events have."""
         return InstanceId(self.role, self.rank if self.seat is None else self.seat)
@@ -80,11 +73,11 @@ class Peer:
     def handle(self, job: JobId) -> Handle:
         """Where to send calls."""
         name = instance_name(job, self.id, self.started_epoch)
-        return Handle(name=name, job=job, instance=self.id, epoch=self.started_epoch, node=self.node, pid=self.pid)
+        return handle_of(name, pid=self.pid, node=self.node, address=self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTable:
+class PeerTable(JsonValue):
     """The instances of a job at one moment; a higher ``version`` is newer, also across masters.
 
     ``weights`` maps a weights edge to the version every reader must have: (epoch of its writer, commit).
@@ -108,15 +101,6 @@ class PeerTable:
     def same(self, other: PeerTable) -> bool:
         """True when it says the same as another table, whatever the versions are."""
         return replace(self, version=other.version, loop_epoch=other.loop_epoch) == other
-
-    def to_json(self) -> JsonObject:
-        """Plain values, for the way between processes."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: JsonObject) -> PeerTable:
-        """Inverse of ``to_json``."""
-        return codec.from_json_value(PeerTable, raw)
 
 
 def table_of(ctx: JobContext) -> PeerTable:
@@ -154,13 +138,21 @@ class CommitRefused(TypedDict):
     text: str
 
 
+class CommitAgain(TypedDict):
+    """The answer of a master that fails before the commit is in its log: the next master is asked the same."""
+
+    answer: Literal["again"]
+    text: str
+
+
 def cursor_with(cursor: JsonObject, n: int, published: Mapping[str, int], cut: FlowCut | None) -> JsonObject:
     """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
 
     The epoch distinguishes a committed version from one of the same number that a rollback took back.
     """
     weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
-    return {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
+    found = {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
+    return {name: found[name] for name in sorted(found)}  # as a store gives it back
 
 
 def _peers(ctx: JobContext) -> Iterator[Peer]:
@@ -185,6 +177,7 @@ def _peer(one: InstanceRecord, rank: int) -> Peer:
         started_epoch=process.epoch if process else Epoch(0),
         node=process.node if process else NodeId(""),
         pid=process.pid if process else 0,
+        address=process.address if process else "",
         ready=ready,
         cause=cause,
     )
@@ -192,5 +185,4 @@ def _peer(one: InstanceRecord, rank: int) -> Peer:
 
 def master_handle(job: JobId) -> Handle:
     """Where the master of a job takes calls; the same across its restarts."""
-    master = InstanceId(RoleName("master"), 0)
-    return Handle(name=master_name(job), job=job, instance=master, epoch=Epoch(0), node=NodeId(""), pid=0)
+    return handle_of(master_name(job))

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,12 +190,23 @@ class Spans:
 
 
 def read_spans(folder: Path) -> dict[str, list[Span]]:
-    """The spans of every instance ``role/rank`` of a job, in the order in which they ended; a torn line is left out."""
+    """The spans in a folder, as ``spans_of`` gives them."""
+    return spans_of((path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.*")))
+
+
+def spans_of(files: Iterable[tuple[str, str]]) -> dict[str, list[Span]]:
+    """The spans of every instance ``role/rank`` of a job, in the order in which they ended; a torn line is left out.
+
+    ``files`` are names and texts.
+    """
     found: dict[str, list[Span]] = {}
-    for path in sorted(folder.glob("*.old")) + sorted(folder.glob("*.jsonl")):
-        role, _, rank = path.stem.rpartition("-")
+    for name, text in sorted(files, key=lambda file: not file[0].endswith(".old")):
+        stem, _, kind = name.rpartition(".")
+        role, _, rank = stem.rpartition("-")
+        if kind not in ("old", "jsonl"):
+            continue
         spans = found.setdefault(f"{role}/{rank}", [])
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in text.splitlines():
             try:
                 spans.append(codec.from_json_value(Span, json.loads(line)))
             except (ValueError, TypeError, KeyError):

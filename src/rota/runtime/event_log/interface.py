@@ -79,6 +79,10 @@ class EventLog(Protocol):
         """Records with ``number > after`` in order: of one job, of the cluster alone, or of everything."""
         ...
 
+    def sample(self, job: JobId, kind: str, points: int) -> tuple[Record, ...]:
+        """At most ``points`` records of one kind of a job, in order and evenly spread, the newest among them."""
+        ...
+
     def last_number(self) -> int:
         """Number of the newest record; 0 for an empty log."""
         ...

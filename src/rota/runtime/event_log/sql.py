@@ -220,6 +220,14 @@ _READ = {
     "cluster": text(f"{_COLUMNS} AND job IS NULL ORDER BY number LIMIT :limit"),
 }
 
+_SAMPLE = text(
+    "SELECT number, job, seq, at, scope, epoch, body, crc FROM ("
+    "SELECT *, row_number() OVER (ORDER BY seq DESC) - 1 AS back, count(*) OVER () AS found "
+    "FROM events WHERE job = :job AND body LIKE :kind) AS chosen "
+    "WHERE back % ((found + :points - 1) / :points) = 0 ORDER BY seq"
+)
+"""Chosen by the store, so that a job of 100,000 commits costs the reading of those that are shown."""
+
 
 class LogRow(TypedDict):
     """One record as the table ``events`` has it; ``crc`` is over all the others."""
@@ -316,6 +324,12 @@ class SqlLog:
         if job is not None and records:
             _check_complete([record.seq for record in records], records[0].seq)
         return records
+
+    def sample(self, job: JobId, kind: str, points: int) -> tuple[Record, ...]:
+        given = {"job": job, "kind": f'%"kind":"{kind}"%', "points": points}
+        with self._db.reading() as connection:
+            rows = connection.execute(_SAMPLE, given).all()
+        return tuple(_record(row) for row in rows)
 
     def rows(self, last: int) -> Iterator[LogRow]:
         """Every record up to ``last`` as it is stored, checked; for a back-up."""

@@ -8,6 +8,7 @@ The wire is a unix socket of mode 0600; a message is four bytes of length (big e
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -21,16 +22,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from rota.runtime import environ, process
+from rota.runtime.job_files import INSTALLATION, FileRows
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import ExecResult, RunFolder, Spawn
-from rota.runtime.random import Chance, SystemChance
-from rota.runtime.ray.engine import SOCKET_PATH_MAX, EngineSettings
+from rota.runtime.random import RandomSource, SystemRandom
+from rota.runtime.ray.engine import LOOPBACK, SOCKET_PATH_MAX, EngineSettings
 from rota.spec.codec import JsonObject
-from rota.spec.errors import EngineUnavailable, TimedOut
+from rota.spec.errors import BadInput, EngineUnavailable, LimitExceeded, StoreUnavailable, TimedOut, UnknownName
 from rota.spec.ids import JobId
+
+if TYPE_CHECKING:
+    from rota.spec.measured import CheckFacts, MachineUsage
 
 LENGTH = struct.Struct(">I")
 MESSAGE_BYTES_MAX = 1 << 20
@@ -38,6 +43,7 @@ IN_FLIGHT_MAX = 1000
 EXECUTE_EXTRA_S = 20.0
 """On top of what a command may take: to find the instance and to end what the command left."""
 RECORD = "gateway"
+LOCAL_NAMESPACE = "rota/local"
 _BACKOFF_S = (0.2, 5.0)
 _CONNECT_S = 10.0
 _DEAF_S = 5.0
@@ -77,11 +83,20 @@ class SweptDocument(TypedDict):
     reservations: list[str]
 
 
+class UnusableMachine(TypedDict):
+    """A machine of the engine that gets no work: what is missing, and the command that repairs it."""
+
+    machine: str
+    why: str
+    remedy: str
+
+
 class MachinesDocument(TypedDict):
-    """``nodes``: machines of a given engine with what each has; ``alive``: the names of all that live."""
+    """``nodes``: machines of an engine with what each has; ``alive``: names and hosts of all that live."""
 
     nodes: list[JsonObject]
     alive: list[str]
+    unusable: list[UnusableMachine]
 
 
 class PingDocument(TypedDict):
@@ -160,13 +175,18 @@ def namespace_of(home: Path, settings: EngineSettings) -> str:
 
     Not of the path, which may be the same on another machine. Called by who alone serves the home.
     """
-    if not settings.address:
-        return "rota/local"
-    path = home / "installation"
+    if not has_machines(settings):
+        return LOCAL_NAMESPACE
+    path = home / INSTALLATION
     if not path.exists():
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        process.write_private(path, SystemChance().fresh())
-    return f"rota/{path.read_text()}"
+        process.write_private(path, SystemRandom().new_id())
+    return f"rota/{path.read_text()}" if settings.address else LOCAL_NAMESPACE
+
+
+def has_machines(settings: EngineSettings) -> bool:
+    """True when the engine may have machines beside that of the service."""
+    return bool(settings.address) or settings.listen != LOOPBACK
 
 
 def settings_mark(settings: EngineSettings, namespace: str) -> str:
@@ -183,14 +203,14 @@ class GatewayClient:
 
     A living gateway is adopted, one with other settings replaced; a dead one is started again at once, then after
     0.2 s, doubling up to 5 s. ``request`` raises UnknownResult when the gateway dies meanwhile; the named operations,
-    all idempotent, are repeated then. What is asked while there is no gateway waits for it until its own time is up.
+    all idempotent, are repeated then. What is asked while the gateway is away waits for it until its own time is up.
     """
 
-    def __init__(self, home: Path, settings: EngineSettings, *, chance: Chance | None = None) -> None:
+    def __init__(self, home: Path, settings: EngineSettings, *, random_source: RandomSource | None = None) -> None:
         self._home, self._settings = home, settings
         self._files = GatewayFiles(home)
         self._mark = settings_mark(settings, namespace_of(home, settings))
-        self._chance = chance or SystemChance()
+        self._random = random_source or SystemRandom()
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
         self._parted = asyncio.Event()
@@ -239,6 +259,14 @@ class GatewayClient:
         """
         return await self._ask("nodes", {"holder": f"in {self._home} on {platform.node()}"}, timeout_s=timeout_s)
 
+    async def usage(self, host: str, *, timeout_s: float = 30.0) -> MachineUsage:
+        """What a machine does, measured there."""
+        return await self._ask("usage", {"host": host}, timeout_s=timeout_s)
+
+    async def check_machines(self, *, timeout_s: float = 800.0) -> CheckFacts:
+        """Names, clocks, ports and bandwidth between all machines of the engine, which is started if need be."""
+        return await self._ask("check_machines", {}, timeout_s=timeout_s)
+
     async def let_go(self, *, timeout_s: float = 30.0) -> None:
         """Let other installations use the machines of a given engine."""
         await self._ask("let_go", {}, timeout_s=timeout_s)
@@ -251,13 +279,16 @@ class GatewayClient:
         *,
         env: Mapping[str, str] | None = None,
         log_path: str = "",
+        here: bool = False,
         timeout_s: float = 120.0,
     ) -> MasterDocument:
         """Start the master of a job unless it lives, and keep it alive until ``kill_master`` or ``sweep``.
 
-        Starts the engine when there is none. Returns its ``name`` and ``pid``.
+        Starts the engine unless one runs. ``here``: on this machine alone. Returns its ``name`` and ``pid``.
         """
         wanted = {"job": job, "target": target, "args": args, "env": dict(env or {}), "log_path": log_path}
+        if here:
+            wanted["here"] = True
         return await self._ask("ensure_master", wanted, timeout_s=timeout_s)
 
     async def find(self, job: JobId, *, timeout_s: float = 30.0) -> FoundDocument:
@@ -279,6 +310,20 @@ class GatewayClient:
         args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
         return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
 
+    async def list_files(
+        self, host: str, job: JobId, area: str, path: str, after: str, *, timeout_s: float = 10.0
+    ) -> FileRows:
+        """Files of a job on another machine, as ``JobFiles.listed``; also raises what that raises."""
+        args = {"host": host, "job": job, "area": area, "path": path, "after": after}
+        return _value_of(await self._ask("list_files", args, timeout_s=timeout_s))
+
+    async def read_file(
+        self, host: str, job: JobId, area: str, path: str, offset: int, count: int, *, timeout_s: float = 10.0
+    ) -> bytes:
+        """A range of a file of a job on another machine, as ``JobFiles.read``; also raises what that raises."""
+        args = {"host": host, "job": job, "area": area, "path": path, "offset": offset, "count": count}
+        return base64.b64decode(_value_of(await self._ask("read_file", args, timeout_s=timeout_s)))
+
     async def kill_master(self, job: JobId, *, timeout_s: float = 30.0) -> None:
         """End the master of a job for good; its instances stay."""
         await self._ask("kill_master", {"job": job}, timeout_s=timeout_s)
@@ -299,7 +344,7 @@ class GatewayClient:
 
     async def _ask(self, op: str, args: Mapping[str, object], *, timeout_s: float) -> Any:
         """Ask, and repeat under the same id when the gateway died meanwhile: every operation is idempotent."""
-        identity, deadline = self._chance.fresh(), time.monotonic() + timeout_s
+        identity, deadline = self._random.new_id(), time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             try:
@@ -316,7 +361,7 @@ class GatewayClient:
         Raises UnknownResult, EngineUnavailable, TimedOut; ValueError for an op or argument the gateway does not know.
         """
         await self.start()
-        identity = request_id or self._chance.fresh()
+        identity = request_id or self._random.new_id()
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -366,7 +411,7 @@ class GatewayClient:
                 _log.error("the gateway cannot be started: %s", error)
                 opened = None
             if opened is None or not await self._is_own(*opened):
-                await asyncio.sleep(pause_s * (0.5 + self._chance.rng().random() / 2))
+                await asyncio.sleep(pause_s * (0.5 + self._random.rng().random() / 2))
                 pause_s = min(pause_s * 2, pause_max_s)
                 continue
             pause_s = _BACKOFF_S[0]
@@ -470,6 +515,16 @@ class GatewayClient:
         for identity, future in self._waiting.items():
             if not future.done():
                 future.set_exception(UnknownResult("the gateway ended with the request in flight", request_id=identity))
+
+
+_REFUSALS = {kind.code: kind for kind in (BadInput, UnknownName, LimitExceeded, StoreUnavailable)}
+
+
+def _value_of(answer: JsonObject) -> Any:
+    if "value" in answer:
+        return answer["value"]
+    raw = answer["error"]
+    raise _REFUSALS.get(raw["code"], EngineUnavailable)(raw["text"], hint=raw["hint"])
 
 
 def _error_of(raw: Mapping[str, str]) -> Exception:

@@ -6,14 +6,17 @@ A watched process is found dead by a call that never answers: its failure is the
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from ray.exceptions import OutOfMemoryError, RayError
 
 from rota.runtime.launcher import DeathsLost, Handle, NodeDied, ProcessDied, RuntimeEvent
 from rota.runtime.process import ExitWatch, ProcessId
+from rota.spec.codec import JsonObject
 from rota.spec.ids import JobId
 
 _REAPED_S, _REAPED_MAX_S = 0.02, 1.0
@@ -82,6 +85,7 @@ class DeathWatch:
             exits.close()
         if names_dead_node(text):
             self.add(handle.job, NodeDied(node=handle.node, text=text))
+        found = await asyncio.to_thread(_exceeded, handle)
         died = ProcessDied(
             name=handle.name,
             job=handle.job,
@@ -90,9 +94,18 @@ class DeathWatch:
             text=text,
             exit_code=status if status is not None and status >= 0 else None,
             signal=-status if status is not None and status < 0 else None,
-            out_of_memory=text == _OUT_OF_MEMORY_TEXT,
+            out_of_memory=text == _OUT_OF_MEMORY_TEXT or found.get("kind") == "memory",
+            exceeded=found.get("text", ""),
         )
         self.add(handle.job, died)
+
+
+def _exceeded(handle: Handle) -> JsonObject:
+    """What the watch of a process wrote before it ended that for its limits; empty when it wrote none, or elsewhere."""
+    try:
+        return json.loads(Path(handle.breach).read_bytes()) if handle.breach else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def _exit_status(exits: ExitWatch) -> int | None:

@@ -24,21 +24,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rota.runtime import process
 from rota.runtime.node import cores_allowed
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
-from rota.spec.codec import JsonObject
+from rota.spec.codec import JsonObject, JsonValue
 from rota.spec.errors import EngineUnavailable
 
 Storage = Literal["rocksdb", "memory"]
 Health = Literal["fast", "normal", "slow"]
 
 HOST_LABEL = "rota-host"
+NODE_ID_LABEL = "ray.io/node-id"
+"""Label that Ray gives each node."""
+LOOPBACK = "127.0.0.1"
 SOCKET_PATH_MAX = 107
 _SOCKET_TAIL = len("/r/s/sockets/plasma_store_00")
 _PORTS = range(20_000, 32_000)
@@ -61,7 +64,9 @@ class EngineSettings:
 
     ``cpus`` are logical: a pretend cluster gives more than the machine has. ``storage`` is what is tried first;
     RocksDB falls back to memory; ``EngineState.storage`` is what is used. ``warm`` idle processes are kept ready, each
-    with the modules ``preload`` imported. ``address``: join the engine that runs there, and start none.
+    with the modules ``preload`` imported. ``address``: join the engine that runs there, and start none. ``listen``:
+    where other machines reach this one, and those of them that join reach the GCS; the loopback address for none.
+    ``labels`` are given to the node in Ray's table.
     """
 
     address: str = ""
@@ -72,10 +77,12 @@ class EngineSettings:
     object_store_bytes: int = 512 * 2**20
     warm: int = 0
     preload: Sequence[str] = ()
+    listen: str = LOOPBACK
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
+class EngineState(JsonValue):
     """One started node of an engine. ``gcs`` is None but for the head; ``folder`` is Ray's directory in a private one.
 
     ``session`` is the process that opened the session in which raylet and workers run (the first watcher).
@@ -151,18 +158,7 @@ def read_state(path: Path) -> EngineState | None:
         data: JsonObject = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    if data.get("boot_id") != process.boot_id():
-        return None
-    gcs = data["gcs"]
-    return EngineState(
-        **{
-            **data,
-            "raylet": ProcessId(**data["raylet"]),
-            "session": ProcessId(**data["session"]),
-            "gcs": None if gcs is None else ProcessId(**gcs),
-            "gcs_command": tuple(data["gcs_command"]),
-        }
-    )
+    return EngineState.from_json(data) if data.get("boot_id") == process.boot_id() else None
 
 
 def write_state(path: Path, state: EngineState) -> None:
@@ -243,13 +239,68 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.
         order: tuple[Storage, ...] = ("rocksdb", "memory") if settings.storage == "rocksdb" else ("memory",)
         reasons = list[str]()
         for storage in order:
-            config = {"head": True, "address": f"127.0.0.1:{free_port()}", "folder": str(folder)}
+            at = f"[{settings.listen}]" if ":" in settings.listen else settings.listen
+            config = {"head": True, "address": f"{at}:{free_port(settings.listen)}", "folder": str(folder)}
             try:
                 return start_node(files, replace(settings, storage=storage), engine, config, timeout_s)
             except EngineUnavailable as failure:
                 reasons.append(f"{storage}: {failure}")
                 _set_aside(files.storage)
         raise EngineUnavailable("the engine did not start: " + "; ".join(reasons), hint=f"see {files.log}")
+
+
+def host_selector(host: str) -> dict[str, str]:
+    """The label of Ray's table that finds a machine: ``host`` is its name, or ``ray.io/node-id=ID`` if it has none."""
+    key, equals, value = host.partition("=")
+    return {key: value} if equals else {HOST_LABEL: host}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAccess:
+    """What a machine needs to join an engine: its id, the address of its GCS, and the token that it asks for."""
+
+    engine: str
+    address: str
+    token: str
+
+
+def join_engine(
+    home: Path,
+    settings: EngineSettings,
+    access: EngineAccess,
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float = 90.0,
+) -> EngineState:
+    """A node of this machine in an engine that runs elsewhere: the living one of that engine, or a new one.
+
+    A node of another engine in this home is ended first. ``environment`` is added to that of the node and of all that
+    it starts. Raises EngineUnavailable when the node does not come up; the hint names the log.
+    """
+    files = EngineFiles(home)
+    with process.locked(files.lock):
+        found = find_joined(home)
+        if found is not None and found.engine == access.engine and found.address == access.address:
+            _ensure_watched(files, found)
+            return found
+        _clear(files)
+        process.write_private(files.token, access.token)
+        config = {
+            "head": False,
+            "address": access.address,
+            "folder": str(_short_folder(files)),
+            "more_environment": dict(environment),
+        }
+        try:
+            return start_node(files, settings, access.engine, config, timeout_s)
+        except EngineUnavailable as failure:
+            raise EngineUnavailable(f"the engine did not start: {failure}", hint=f"see {files.log}") from failure
+
+
+def find_joined(home: Path) -> EngineState | None:
+    """The node of this home in an engine that runs elsewhere, if its raylet runs, else None."""
+    states = EngineFiles(home).states()
+    return states[0] if states and states[0].gcs is None and process.is_alive(states[0].raylet) else None
 
 
 def stop_engine(home: Path) -> tuple[ProcessId, ...]:
@@ -304,9 +355,11 @@ def start_node(
 ) -> EngineState:
     """Start the processes of one node and wait until its state is written. Raises EngineUnavailable."""
     folder = str(config["folder"])
+    more: Any = config.get("more_environment") or {}
     environment = {
         **client_environment(files.token, folder),
         **node_environment(files.folder, settings, engine),
+        **more,
     }
     state_path = files.state_path(settings.host)
     state_path.unlink(missing_ok=True)
@@ -371,17 +424,28 @@ def _set_aside(storage: Path) -> None:
         storage.replace(storage.with_name(f"{storage.name}.failed-{secrets.token_hex(4)}"))
 
 
-def free_port() -> int:
-    """A free loopback port below the ephemeral range, so that no outgoing connection takes it while a GCS restarts."""
+def free_port(host: str = LOOPBACK) -> int:
+    """A free port below the ephemeral range, so that no outgoing connection takes it while a GCS restarts."""
     for _ in range(200):
         port = secrets.choice(_PORTS)
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port
     raise EngineUnavailable("no free port between 20000 and 32000")
+
+
+def is_gone(path: Path) -> bool:
+    """True when the file does not exist; False also while the disk does not answer."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class Watcher:
@@ -456,6 +520,8 @@ class Watcher:
             pass
 
     def _keep(self) -> bool:
+        if is_gone(self._path.parent):  # with the home: no process could find the engine, to use it or to end it
+            return False
         if self._stopping or not process.is_alive(self._state.raylet):
             return False
         if self._state.gcs is None or process.is_alive(self._state.gcs):

@@ -40,6 +40,7 @@ from rota.runtime.ray.engine import (
     EngineSettings,
     client_environment,
     find_engine,
+    is_gone,
     start_engine,
     stop_engine,
 )
@@ -62,7 +63,7 @@ class Gateway:
 
     def __init__(self, home: Path, settings: EngineSettings, namespace: str) -> None:
         self._home, self._settings, self._namespace = home, settings, namespace
-        self._run = home / "run"
+        self._run, self._socket = home / "run", GatewayFiles(home).socket
         self._looks = dict[process.ProcessId, HangWatch]()
         self._supervisor: HangWatch | None = None
         self._supervisor_gone = 0
@@ -155,7 +156,7 @@ class Gateway:
                 if left:
                     raise EngineUnavailable(f"processes of the engine do not end: {[each.pid for each in left]}")
                 return None
-            case "ensure_master" | "nodes":
+            case "ensure_master" | "nodes" | "usage" | "check_machines" | "list_files" | "read_file":
                 return await getattr(await self._attached(), op)(**args)
             case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs" | "let_go":
                 there = self._settings.address or find_engine(self._home) is not None
@@ -181,11 +182,11 @@ class Gateway:
             self._ops, self._engine = joined, given
             return joined
         # Ray reads its environment when it is imported, but for the folder, which the start of the engine chooses.
-        _set_environment(client_environment(EngineFiles(self._home).token, ""))
+        environ.set_variables(client_environment(EngineFiles(self._home).token, ""))
         importing = asyncio.to_thread(importlib.import_module, "rota.runtime.ray.operations")
         starting = asyncio.to_thread(start_engine, self._home, self._settings)
         state, module = await asyncio.gather(starting, importing)
-        _set_environment(client_environment(state.token_path, state.folder))
+        environ.set_variables(client_environment(state.token_path, state.folder))
         self._raylet = state.raylet  # watched from now on: without it Ray would try to connect for two minutes
         ops: GatewayOps = await asyncio.to_thread(module.connect, state.address, self._namespace)
         self._ops, self._engine = ops, state.engine
@@ -228,6 +229,9 @@ class Gateway:
         while True:
             await asyncio.sleep(_ENGINE_CHECK_S)
             process.reap_adopted()
+            if is_gone(self._socket):  # with the home: who asks comes over it, and no other gateway may take its place
+                self._leaving.set()
+                return
             self._keep_supervisor()
             if self._raylet is None:
                 continue
@@ -280,13 +284,6 @@ _NOTHING: Mapping[str, object] = {
     "list_jobs": [],
     "let_go": None,
 }
-
-
-def _set_environment(wanted: Mapping[str, str | None]) -> None:
-    for name, value in wanted.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 async def _busy() -> JsonObject:

@@ -7,8 +7,11 @@ import contextlib
 import faulthandler
 import importlib
 import inspect
+import ipaddress
+import json
 import os
 import pickle
+import resource
 import select
 import signal
 import subprocess
@@ -18,19 +21,24 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray import cloudpickle
 
-from rota.runtime import environ, output_pump, process, secrets
+from rota.runtime import directory, environ, limit_watch, output_pump, packages, process, secrets
+from rota.runtime.environ import Home
 from rota.runtime.launcher import RemoteError
-from rota.runtime.node import network_environment
+from rota.runtime.node import NODE_ADDRESS, network_environment
 from rota.runtime.probe import LOOK_S, HangWatch
+from rota.runtime.ray.agent import localized
+from rota.runtime.ray.directory import RayDirectory
+from rota.runtime.ray.machines import own_host
 from rota.runtime.socket_calls import CallServer
 from rota.spec.codec import JsonObject
+from rota.spec.user_code import UserCode
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -61,6 +69,13 @@ class Boot:
     label: str = "0/0"
     node: str = ""
     restarts: bool = False
+    key: bytes = field(default=b"", repr=False)
+    """What the process proves to others of its job that it belongs to it; a master derives those of its instances."""
+    packages: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    """``memory`` and ``disk`` in bytes, ``processes``, ``files``; what is missing or 0 has no limit."""
+    installation: str = ""
+    """Set on an engine that others run: a machine may have files of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,10 @@ class Begun:
     start_time: float
     node: str
     failure: Raised | None = None
+    address: str = ""
+    """Where processes on other machines call it."""
+    breach: str = ""
+    """See Handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +98,15 @@ class Raised:
 
     error: BaseException
     traceback: str
+
+
+_keys = list[bytes]()
+"""The key of this process, once it is a host."""
+
+
+def own_key() -> bytes:
+    """The key with which this process was started; empty where none was."""
+    return _keys[-1] if _keys else b""
 
 
 CallHead = list[object]
@@ -101,10 +129,12 @@ class Host:
         }
         self._target: Any = None
         self._server: CallServer | None = None
+        self._address = ""
         self._methods: dict[str, tuple[Callable[..., Any], bool]] = {}
         self._failure: Raised | None = None
+        _keys.append(boot.key)
         try:
-            prepare(boot)
+            self._boot = boot = prepare(boot)
             self._target = make_target(boot)
         except BaseException as error:  # noqa: BLE001 - the edge of a process; the launcher raises it to the caller
             self._failure = raised(error)
@@ -120,15 +150,28 @@ class Host:
         adopt = getattr(self._target, "adopt", None)
         if adopt is not None:
             adopt(asyncio.get_running_loop())
-        await self._listen()
+        self._listen()
         return self._begun()
 
-    async def _listen(self) -> None:
-        """Take user calls of this machine's processes over a socket too; without one they come through Ray."""
-        if self._server is None and self._target is not None:
-            self._server = CallServer(self._called, fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
-            with contextlib.suppress(OSError):
-                await self._server.open(f"{self._boot.namespace}/{self._boot.name}")
+    def _listen(self) -> None:
+        """Take user calls over sockets: of this machine, and of others where its address is not the loopback one.
+
+        Also of a job that has no member elsewhere yet: it may get one while this process lives.
+        """
+        if self._server is not None or self._target is None or self._boot.restarts:
+            return
+        name = f"{self._boot.namespace}/{self._boot.name}"
+        self._server = CallServer(self._called, fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            self._server.open(name)
+        except OSError as error:
+            self._failure = raised(error)
+        host = os.environ[NODE_ADDRESS]
+        if self._boot.key and not ipaddress.ip_address(host).is_loopback:
+            try:
+                self._address = self._server.open_tcp(name, host, self._boot.key)
+            except OSError as error:
+                sys.stderr.write(f"cannot listen at {host}, so other machines cannot call this instance: {error}\n")
 
     async def _called(self, asked: tuple[CallHead, tuple[object, ...], Mapping[str, object]]) -> object:
         return await self._forward("user", *asked)
@@ -140,7 +183,9 @@ class Host:
 
     def _begun(self) -> Begun:
         own = process.own_id()
-        return Begun(pid=own.pid, start_time=own.start_time, node=self._boot.node, failure=self._failure)
+        node, failure, address, breach = self._boot.node, self._failure, self._address, breach_file(self._boot)
+        begun = Begun(pid=own.pid, start_time=own.start_time, node=node, failure=failure, address=address)
+        return replace(begun, breach=breach)
 
     @ray.method(concurrency_group="control")
     async def until_end(self) -> None:
@@ -187,12 +232,14 @@ class Host:
             return raised(error)
 
 
-def prepare(boot: Boot) -> None:
+def prepare(boot: Boot) -> Boot:
     """Output, environment, devices, working folder and import path of this process, before anything else is imported.
+
+    Returns the boot with the paths of this machine.
 
     The environment is set here and not by Ray's ``runtime_env``, which costs a fresh worker and 1.2-1.7 s.
     """
-    opened = secrets.open_from_environ(boot.env)
+    boot, opened = localized(boot)
     if boot.log_path:
         redirect_output(Path(boot.log_path), boot.label, hide=tuple(opened.values()))
     environ.forget_private()
@@ -204,11 +251,48 @@ def prepare(boot: Boot) -> None:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "CUDA_VISIBLE_DEVICES" not in boot.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in boot.devices)
-    for name, value in network_environment(ray.util.get_node_ip_address()).items():
+    address = ray.util.get_node_ip_address()
+    for name, value in network_environment(address).items():
         os.environ.setdefault(name, value)
+    alone = ipaddress.ip_address(address).is_loopback
+    directory.use(None if alone else RayDirectory(boot.namespace, own_host(boot.node), address))
     if boot.workdir:
         os.chdir(boot.workdir)
+    if boot.packages:
+        home = Home.of(boot.env[environ.HOME])
+        packages.activate(packages.build(home, boot.packages, boot.workdir, boot.env, print))
+    if boot.workdir:
         sys.path.insert(0, boot.workdir)
+    enforce(boot)
+    return boot
+
+
+def enforce(boot: Boot) -> None:
+    """Bound what this process and its children may use: open files by the kernel, the rest by a watch beside it."""
+    if files := boot.limits.get("files", 0):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files) if most < 0 else (min(files, most), min(files, most)))
+    if not (report := breach_file(boot)):
+        return
+    dirs = Home.of(boot.env[environ.HOME]).job(boot.env[environ.JOB])
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    asked = {
+        "pid": os.getpid(),
+        "start": int(stat[19]),
+        "limits": dict(boot.limits),
+        "folders": sorted({str(dirs.root), boot.env.get("ROTA_OUTPUT_DIR") or str(dirs.root)}),
+        "report": report,
+    }
+    command = [sys.executable, "-I", "-S", limit_watch.__file__, json.dumps(asked)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=True, timeout=60)
+
+
+def breach_file(boot: Boot) -> str:
+    """Where the watch of this process writes which limit was exceeded; empty when it has none to watch."""
+    if not any(boot.limits.get(kind) for kind in limit_watch.KINDS):
+        return ""
+    dirs = Home.of(boot.env[environ.HOME]).job(boot.env[environ.JOB])
+    return str(dirs.breach(boot.env[environ.INSTANCE], os.getpid()))
 
 
 def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> None:
@@ -305,8 +389,6 @@ def _portable(error: BaseException, text: str) -> BaseException:
 
 def _survives(error: Exception) -> bool:
     """An exception with own constructor arguments may be impossible to rebuild at the caller."""
-    try:
+    with UserCode() as copying:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made one line above
-    except Exception:  # noqa: BLE001 - user classes may raise anything here, and all of it means no
-        return False
-    return True
+    return not copying.failed

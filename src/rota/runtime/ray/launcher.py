@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
@@ -29,7 +31,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rota.runtime import environ, process
 from rota.runtime.launcher import (
@@ -47,28 +49,41 @@ from rota.runtime.launcher import (
     master_name,
     reservation_of,
 )
+from rota.runtime.node import NODE_ADDRESS
 from rota.runtime.process import ProcessId
 from rota.runtime.ray.deaths import DeathWatch, cause_of_death, names_dead_node
-from rota.runtime.ray.engine import HOST_LABEL
-from rota.runtime.ray.host import CONTROL_CALLS_MAX, NAMESPACE_VARIABLE, USER_CALLS_MAX, Begun, Boot, Host, Raised
+from rota.runtime.ray.engine import NODE_ID_LABEL, host_selector
+from rota.runtime.ray.host import (
+    CONTROL_CALLS_MAX,
+    NAMESPACE_VARIABLE,
+    USER_CALLS_MAX,
+    Begun,
+    Boot,
+    Host,
+    Raised,
+    own_key,
+)
 from rota.runtime.ray.machines import hosts
-from rota.runtime.socket_calls import CallClient, Connection, ConnectionLost, Unsendable, first_line
+from rota.runtime.socket_calls import CallClient, ConnectionLost, first_line
 from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import JobId
+from rota.spec.user_code import UserCode
 
 T = TypeVar("T")
 
 CPUS_MIN = 0.001
 """Ray takes no empty bundle; one whose instances ask for no core holds this much of one."""
+KEY_BYTES = 32
 _RELEASE_S = 10.0
 _MASTER_RETRY_S = (0.05, 0.5)
+_MASTER_AWAY_S = 1800.0
+"""Longest time without a master for a call that has no limit of its own."""
 _GONE_S = 5.0
 _FIND_S = 3.0
 _POLL_S = 0.05
 _UNPLACED_POLL_S = 1.0
 _BLOCKING_THREADS_MAX = 32
-_NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives each node
 
 
 _as_actor: Any = ray.remote
@@ -85,17 +100,26 @@ class MasterStart:
     env: Mapping[str, str]
     workdir: str = ""
     log_path: str = ""
+    key: bytes = field(repr=False)
+    """From which the keys of its instances are derived; every master of a job has the same one (``key_of_job``)."""
+    here: bool = False
+    """On this machine alone, where its log is a file."""
 
 
 class RayLauncher:
     """The Launcher on Ray. Without ``watches`` it has no ``events``: for who only starts masters and ends remains.
 
+    ``key`` is that of this process: an instance proves with it that it belongs to its job, and a master derives the
+    keys of its instances from it, one for each attempt. It travels as an argument of the actor, and is kept nowhere.
+
     ``call`` may be used from any event loop of the process; ``events`` and what feeds it belong to the loop in which
     ``start`` and ``find`` are awaited.
     """
 
-    def __init__(self, namespace: str, *, watches: bool = True) -> None:
+    def __init__(self, namespace: str, *, watches: bool = True, key: bytes = b"") -> None:
         self.namespace = namespace
+        self._key = key or secrets.token_bytes(KEY_BYTES)
+        self._here = os.environ.get(NODE_ADDRESS, "")
         self._watching = watches
         self._actors = dict[str, Any]()
         self._sockets = CallClient(fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
@@ -106,7 +130,7 @@ class RayLauncher:
     @staticmethod
     def here() -> RayLauncher:
         """The launcher inside an instance or master, in the namespace of its host. Raises KeyError elsewhere."""
-        return RayLauncher(os.environ[NAMESPACE_VARIABLE])
+        return RayLauncher(os.environ[NAMESPACE_VARIABLE], key=own_key())
 
     # -- reservations -------------------------------------------------------------------------------------------------
 
@@ -131,6 +155,7 @@ class RayLauncher:
         group = await self._blocking(lambda: self._groups.find(spec.reservation))
         if group is None:
             raise ProcessGone(f"{spec.name}: there is no reservation {spec.reservation}", started=False)
+        attempt = spec.env.get("ROTA_ATTEMPT", "1")
         boot = Boot(
             name=spec.name,
             namespace=self.namespace,
@@ -141,8 +166,17 @@ class RayLauncher:
             cpus=spec.res.cpus,
             workdir=spec.workdir,
             log_path=spec.log_path,
-            label=f"{spec.env.get('ROTA_ATTEMPT', '1')}/{spec.epoch}",
+            label=f"{attempt}/{spec.epoch}",
             node=spec.node,
+            key=hmac.digest(self._key, f"calls of {spec.job} in attempt {attempt}".encode(), "sha256"),
+            installation=environ.get(environ.INSTALLATION),
+            packages=spec.packages,
+            limits={
+                "memory": spec.res.memory_bytes,
+                "processes": spec.limits.processes,
+                "files": spec.limits.files,
+                "disk": spec.limits.disk_bytes,
+            },
         )
         place = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=spec.bundle, placement_group_capture_child_tasks=False
@@ -168,8 +202,8 @@ class RayLauncher:
     async def start_master(self, start: MasterStart, *, timeout_s: float, avoid: Sequence[str] = ()) -> Handle:
         """Start the master of a job, or return the living one; Ray starts it again whenever its process dies.
 
-        It does not start on the nodes ``avoid`` (Ray's ids). Those alone are named, not the good ones: a master whose
-        good ones are all gone must still start on one that came later.
+        It starts on this node where ``start.here`` says so, and never on the nodes ``avoid`` (Ray's ids). Those alone
+        are named, not the good ones: a master whose good ones are all gone must still start on one that came later.
         """
         boot = Boot(
             name=master_name(start.job),
@@ -180,9 +214,14 @@ class RayLauncher:
             workdir=start.workdir,
             log_path=start.log_path,
             restarts=True,
+            key=start.key,
         )
-        where = {_NODE_ID_LABEL: f"!in({','.join(avoid)})"} if avoid else None
-        options = {"num_cpus": 0, "max_restarts": -1, "label_selector": where}
+        options: dict[str, object] = {"num_cpus": 0, "max_restarts": -1}
+        if start.here:
+            own = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(own, soft=False)
+        elif avoid:
+            options["label_selector"] = {NODE_ID_LABEL: f"!in({','.join(avoid)})"}
         begun = await self._begin(boot, options, timeout_s)
         return self._handle(boot.name, begun)
 
@@ -215,7 +254,14 @@ class RayLauncher:
         ).remote(boot)
 
     def _handle(self, name: str, begun: Begun) -> Handle:
-        handle = handle_of(name, pid=begun.pid, start_time=begun.start_time, node=begun.node)
+        handle = handle_of(
+            name,
+            pid=begun.pid,
+            start_time=begun.start_time,
+            node=begun.node,
+            address=begun.address,
+            breach=begun.breach,
+        )
         if self._watching and name != master_name(handle.job):
             self._deaths.watch(handle)
         return handle
@@ -305,41 +351,65 @@ class RayLauncher:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, to: Handle, call: Call) -> Any:
-        """See Launcher. A handle needs no more than a name, so that instances call each other and their master."""
+        """See Launcher. Calls of users go over a socket; those of control and to masters through the engine.
+
+        A handle needs no more than a name, and the address of a process on another machine.
+        """
         if to.name.endswith("/master"):
             return await self._call_master(to.name, call)
-        connection = None if call.control else await self._sockets.find(f"{self.namespace}/{to.name}")
-        if connection is not None:
-            return await self._ask(connection, to.name, call)
+        if not call.control:
+            return await self._ask(to, call)
         try:
             return await self._send(to.name, call)
         except ActorUnavailableError as error:
             raise ProcessGone(f"{to.name} cannot be reached: {error}") from error
 
-    async def _ask(self, connection: Connection, name: str, call: Call) -> object:
-        """Call a process of this machine over its socket."""
+    def hang_up(self, handle: Handle) -> None:
+        """See Launcher."""
+        self._sockets.hang_up(f"{self.namespace}/{handle.name}")
+
+    async def _ask(self, to: Handle, call: Call) -> object:
+        """Call a process over its socket."""
+        name, left_s = f"{self.namespace}/{to.name}", call.timeout_s
         try:
-            answer = await connection.call(([call.method, *call.head], call.args, call.kwargs), call.timeout_s)
+            connection = self._sockets.ready(name)
+            if connection is None:
+                began_s = time.monotonic()
+                async with asyncio.timeout(left_s):
+                    connection = await self._sockets.find(name, self._address(to), self._key)
+                left_s = None if left_s is None else max(0.0, left_s - (time.monotonic() - began_s))
+            if connection is None:
+                raise ProcessGone(f"process {to.name} was not found", started=False)
+            answer = await connection.call(([call.method, *call.head], call.args, call.kwargs), left_s)
         except TimeoutError:
-            raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
-        except Unsendable as error:
-            raise NotPicklable(str(error), answer=error.answer) from None
+            raise CallTimeout(f"{to.name}.{call.method} gave no answer within {call.timeout_s} s") from None
         except ConnectionLost as error:
-            raise ProcessGone(f"{name} is gone: {error}" if error.gone else f"{name}: {error}") from None
+            text = f"{to.name} is gone: {error}" if error.gone else f"{to.name}: {error}"
+            raise ProcessGone(text, unsure=error.unsure) from None
         if isinstance(answer, Raised):
             raise _rebuilt(answer)
         return answer
 
+    def _address(self, to: Handle) -> str:
+        """Where to call a process over TCP; empty for one of this machine, or of which no address is known."""
+        host = to.address.rpartition(":")[0]
+        return to.address if host and self._here and host != self._here else ""
+
     async def _call_master(self, name: str, call: Call) -> object:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         pause_s, pause_max_s = _MASTER_RETRY_S
+        until_s = deadline or time.monotonic() + _MASTER_AWAY_S
         while True:
+            sent_s = time.monotonic()
             try:
                 return await self._send(name, call, deadline)
             except (ProcessGone, ActorUnavailableError) as error:
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= pause_s:
-                    raise CallTimeout(f"{name} gave no answer within {call.timeout_s} s: {error}") from error
+                now_s = time.monotonic()
+                if deadline is None and now_s - sent_s > _FIND_S:  # a master had the call, and died meanwhile
+                    until_s = now_s + _MASTER_AWAY_S
+                if until_s - now_s <= pause_s:
+                    limit_s = _MASTER_AWAY_S if deadline is None else call.timeout_s
+                    raise CallTimeout(f"{name} gave no answer within {limit_s} s: {error}") from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, pause_max_s)
 
@@ -420,7 +490,7 @@ class RayGroups:
             strategy="PACK",
             name=f"{self._namespace}/{name}",
             lifetime="detached",
-            bundle_label_selector=[{HOST_LABEL: bundle.host} for bundle in bundles],
+            bundle_label_selector=[host_selector(bundle.host) for bundle in bundles],
         )
         granted = group.wait(timeout_s)
         if granted:
@@ -472,13 +542,11 @@ class RayGroups:
 
 def _sent(method: Any, call: Call) -> Any:
     """The Ray reference of a call that was sent. Raises NotPicklable, or Ray's error."""
-    try:
+    with UserCode() as pickling:
         # One by one, not as a Call: Ray passes plain bytes, texts and lists on without pickling them.
         return method.remote([call.method, *call.head], *call.args, **call.kwargs)
-    except RayError:
-        raise
-    except Exception as error:  # noqa: BLE001 - pickling runs code of the job, which may raise anything
-        raise NotPicklable(first_line(error.__cause__ or error), answer=False) from None
+    error = pickling.take()
+    raise error if isinstance(error, RayError) else NotPicklable(first_line(error.__cause__ or error), answer=False)
 
 
 async def _answer(ref: Any, timeout_s: float | None) -> Any:

@@ -38,6 +38,8 @@ class NodePlan(TypedDict):
     state_path: str
     storage: Storage
     environment: dict[str, str]
+    listen: str
+    labels: dict[str, str]
 
 
 class _Head(Node):
@@ -61,7 +63,7 @@ class _Head(Node):
 
 def _listens(host: str, port: int) -> bool:
     try:
-        with socket.create_connection((host, port), timeout=1.0):
+        with socket.create_connection((host.strip("[]"), port), timeout=1.0):
             return True
     except OSError:
         return False
@@ -75,11 +77,11 @@ def start_node(plan: NodePlan) -> EngineState:
         num_cpus=int(plan["cpus"]),
         num_gpus=0,
         memory=_MEMORY_BYTES,
-        labels={HOST_LABEL: plan["host"]},
+        labels={**plan["labels"], HOST_LABEL: plan["host"]},
         object_store_memory=plan["object_store_bytes"],
         temp_dir=plan["folder"] if head else f"{plan['folder']}/{plan['host']}",
         session_name="s" if head else None,
-        node_ip_address="127.0.0.1",
+        node_ip_address=plan["listen"],
         include_dashboard=False,
         no_monitor=True,
         include_log_monitor=False,  # pyright: ignore[reportArgumentType] - Ray's annotation is wrong, it is a flag

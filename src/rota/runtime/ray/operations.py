@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,21 +19,25 @@ import grpc
 import ray
 from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.runtime import process
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.environ import Home
+from rota.runtime.environ import INSTALLATION, Home
 from rota.runtime.launcher import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
 from rota.runtime.process import ExecResult
 from rota.runtime.ray import machines
+from rota.runtime.ray.agent import Agents, end_agents
 from rota.runtime.ray.client import FoundDocument, MachinesDocument, MasterDocument, ProcessDocument, SweptDocument
-from rota.runtime.ray.engine import HOST_LABEL, EngineState
+from rota.runtime.ray.directory import RayDirectory, key_of_job
+from rota.runtime.ray.engine import HOST_LABEL, EngineState, host_selector
 from rota.runtime.ray.launcher import MasterStart, RayLauncher
 from rota.runtime.ray.machines import Machines, NodeRow, ask_machine
+from rota.runtime.ray.pairs import check_machines
 from rota.spec.codec import JsonObject
+from rota.spec.errors import EngineUnavailable, RotaError
 from rota.spec.ids import JobId
+from rota.spec.measured import CheckFacts, MachineUsage
 
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
@@ -65,12 +71,16 @@ class GatewayOps:
         self._run = Home.find().run
         """Where it is noted what was replaced."""
         self._launcher = RayLauncher(namespace, watches=False)
+        self._directory = RayDirectory(namespace, "", "")
         self._warm: asyncio.Task[None] | None = None
         self._kept = dict[JobId, asyncio.Task[None]]()
         self._watched = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
-        self.machines = Machines(ask_machine)
+        home = Home.find()
+        self._agents = Agents(namespace, home)
+        ask = partial(ask_machine, home=str(home.root), installation=self._agents.installation)
+        self.machines = Machines(ask)
 
     async def nodes(self, holder: str) -> MachinesDocument:
         """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live.
@@ -78,12 +88,29 @@ class GatewayOps:
         They are those of this installation from now on, but for those that another one has.
         """
         rows = await asyncio.to_thread(ray.nodes)
-        named = [row["NodeID"] for row in rows if row["Alive"] and row["Labels"].get(HOST_LABEL)]
+        named = [row["NodeID"] for row in rows if row["Alive"]]
         held = await asyncio.to_thread(machines.claim, named, self._launcher.namespace, holder)
         return await self.machines.look(rows, held)
 
+    async def usage(self, host: str) -> MachineUsage:
+        """What a machine does, measured there."""
+        wanted = host_selector(host).items()
+        rows = await asyncio.to_thread(ray.nodes)
+        found = [row["NodeID"] for row in rows if row["Alive"] and wanted <= row["Labels"].items()]
+        if len(found) != 1:
+            raise ValueError(f"{host} is not a machine of the engine now")
+        return await machines.usage_of(found[0])
+
+    async def check_machines(self) -> CheckFacts:
+        """Names, clocks, ports and bandwidth between all machines, and versions on each."""
+        rows = await asyncio.to_thread(ray.nodes)
+        there = {row["NodeID"]: row["Labels"].get(HOST_LABEL, "") for row in rows if row["Alive"]}
+        names = {one: self.machines.name_of(one) or name or one[:8] for one, name in there.items()}
+        return await check_machines(sorted((name, one) for one, name in names.items()))
+
     async def let_go(self) -> None:
         """The machines may be those of another installation."""
+        await asyncio.to_thread(end_agents, self._launcher.namespace)
         await asyncio.to_thread(machines.let_go, self._launcher.namespace)
 
     def keep_warm(self, state: EngineState, count: int) -> None:
@@ -91,10 +118,19 @@ class GatewayOps:
         self._warm = asyncio.get_running_loop().create_task(keep_warm(state, count))
 
     async def ensure_master(
-        self, job: str, target: str, args: Mapping[str, object], env: Mapping[str, str], log_path: str
+        self,
+        job: str,
+        target: str,
+        args: Mapping[str, object],
+        env: Mapping[str, str],
+        log_path: str,
+        here: bool = False,
     ) -> MasterDocument:
         """Start the master or find it alive; from now on start it again whenever it is dead for good."""
-        wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
+        key = await asyncio.to_thread(key_of_job, self._directory, JobId(job))
+        wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path, here=here, key=key)
+        if env.get(INSTALLATION):
+            await self._agents.serve()
         lock = self._locks.setdefault(wanted.job, asyncio.Lock())
         loop = asyncio.get_running_loop()
         async with lock:
@@ -176,7 +212,7 @@ class GatewayOps:
     async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> ExecResult | None:
         """Run a command beside an instance; None when that does not run, or no more."""
         names = [name for name in await self._launcher.list_names() if name.startswith(f"{job}/{role}/{rank}/")]
-        found = [handle_of(name, pid=0, start_time=0.0, node="") for name in names]
+        found = [handle_of(name) for name in names]
         if not found:
             return None
         limit_s = timeout_s + _EXECUTE_EXTRA_S
@@ -185,6 +221,21 @@ class GatewayOps:
             return await self._launcher.call(max(found, key=lambda one: one.epoch), call)
         except ProcessGone:
             return None
+
+    async def list_files(self, host: str, job: str, area: str, path: str, after: str) -> JsonObject:
+        """Files of a job on another machine: ``value`` as ``JobFiles.listed`` gives it, or ``error``."""
+        return _answered(await self._ask_agent(host, "listed", job, area, path, after))
+
+    async def read_file(self, host: str, job: str, area: str, path: str, offset: int, count: int) -> JsonObject:
+        """A range of a file of a job on another machine: ``value`` in base64, or ``error``."""
+        found = _answered(await self._ask_agent(host, "read", job, area, path, offset, count))
+        return {name: base64.b64encode(value).decode() if name == "value" else value for name, value in found.items()}
+
+    async def _ask_agent(self, node: str, method: str, *args: object) -> object:
+        try:
+            return await self._agents.ask(node, self.machines.host_of(node), method, *args)
+        except EngineUnavailable as error:  # the engine is there: the refusal is of this machine alone
+            return error
 
     async def _ask_master(self, job: str, method: str, timeout_s: float) -> JsonObject | None:
         try:
@@ -231,12 +282,9 @@ class GatewayOps:
 
 async def _end_if_hung_there(node: str, pid: int) -> str:
     """Look at a process of another machine, from there; why it was ended, empty while it is busy or nothing answers."""
-    here = NodeAffinitySchedulingStrategy(node, soft=False)
-    asked = _end_if_hung.options(scheduling_strategy=here).remote(pid)
     try:
-        return str(await asyncio.wait_for(asked, _LOOK_THERE_S))
+        return str(await machines.ask_node(node, _LOOK_THERE_S, _end_if_hung, pid))
     except (TimeoutError, RayError):
-        await asyncio.to_thread(ray.cancel, asked, force=True)
         return ""
 
 
@@ -255,7 +303,7 @@ def _end_if_hung(pid: int) -> str:
 
 
 def _master(job: str) -> Handle:
-    return handle_of(master_name(JobId(job)), pid=0, start_time=0.0, node="")
+    return handle_of(master_name(JobId(job)))
 
 
 def _plain(handle: Handle) -> ProcessDocument:
@@ -268,6 +316,13 @@ def _plain(handle: Handle) -> ProcessDocument:
         "pid": handle.pid,
         "start_time": handle.start_time,
     }
+
+
+def _answered(answer: object) -> JsonObject:
+    """What an agent gave, or the error that it refuses the request with."""
+    if not isinstance(answer, RotaError):
+        return {"value": answer}
+    return {"error": {"code": answer.code, "text": answer.message, "hint": answer.hint}}
 
 
 def _say(text: str) -> None:

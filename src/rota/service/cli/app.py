@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rota.service.cli.output import Form, form_of, terminal_for
@@ -26,6 +26,8 @@ GROUPS = ("Service", "Jobs", "Why", "Cluster", "Tools")
 VERBS: dict[str, tuple[str, str, str]] = {
     "up": ("Service", "rota.service.cli.verbs.service:up", "Start the service of this machine."),
     "down": ("Service", "rota.service.cli.verbs.service:down", "End it with everything it started."),
+    "join": ("Service", "rota.service.cli.verbs.service:join", "Make this machine a part of another's installation."),
+    "leave": ("Service", "rota.service.cli.verbs.service:leave", "End what join started on this machine."),
     "status": ("Service", "rota.service.cli.verbs.service:status", "Show whether it answers, and how its parts are."),
     "backup": ("Service", "rota.service.cli.verbs.service:backup", "Write everything it knows into one file."),
     "restore": ("Service", "rota.service.cli.verbs.service:restore", "Fill an empty installation from such a file."),
@@ -38,12 +40,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "ps": ("Jobs", "rota.service.cli.verbs.jobs:ps", "List jobs, the newest first."),
     "show": ("Jobs", "rota.service.cli.verbs.jobs:show", "Show one job: every role, instance and attempt."),
     "logs": ("Jobs", "rota.service.cli.verbs.logs:logs", "Show the output of a job."),
+    "cp": ("Jobs", "rota.service.cli.verbs.files:cp", "Copy what a job wrote into its output folder."),
+    "export": ("Jobs", "rota.service.cli.verbs.files:export", "Write trained weights as Hugging Face has them."),
     "stop": ("Jobs", "rota.service.cli.verbs.jobs:stop", "Ask jobs to end."),
     "pause": ("Jobs", "rota.service.cli.verbs.jobs:pause", "Give the devices of jobs back; keep the jobs."),
     "resume": ("Jobs", "rota.service.cli.verbs.jobs:resume", "Put paused jobs into the queue again."),
     "exec": ("Jobs", "rota.service.cli.verbs.jobs:exec_", "Run a command in the environment of an instance."),
     "scale": ("Jobs", "rota.service.cli.verbs.jobs:scale", "Ask for another number of instances of a role."),
     "set": ("Jobs", "rota.service.cli.verbs.jobs:set_", "Change priority, queue, time limit or labels."),
+    "clone": ("Jobs", "rota.service.cli.verbs.run:clone", "Submit a job again, with changes."),
+    "sweep": ("Jobs", "rota.service.cli.verbs.sweep:sweep", "Jobs of a sweep: the best, a table, plots."),
     "explain": ("Why", "rota.service.cli.verbs.inspect:explain", "Why a job waits, and what would let it start."),
     "failures": ("Why", "rota.service.cli.verbs.inspect:failures", "What failed first, and what was done about it."),
     "why": ("Why", "rota.service.cli.verbs.inspect:why", "Who waits for whom in a running job."),
@@ -52,6 +58,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "graph": ("Why", "rota.service.cli.verbs.inspect:graph", "Roles, edges and sub-graphs of a job or job file."),
     "events": ("Why", "rota.service.cli.verbs.logs:events", "The facts of a job in order."),
     "nodes": ("Cluster", "rota.service.cli.verbs.cluster:nodes", "List nodes, or take one out of use and back."),
+    "alerts": ("Cluster", "rota.service.cli.verbs.cluster:alerts", "What needs attention now; mark it as seen."),
     "queues": ("Cluster", "rota.service.cli.verbs.cluster:queues", "Show the tree of queues, or replace it."),
     "report": ("Cluster", "rota.service.cli.verbs.cluster:report", "Who used what."),
     "user": ("Cluster", "rota.service.cli.verbs.accounts:user", "Who you are; let users do things."),
@@ -94,56 +101,63 @@ FAMILIES = {
     "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover, door.",
 }
 
-SYNONYMS = {
-    "submit": "run",
-    "start": "run",
-    "create": "run",
-    "list": "ps",
-    "ls": "ps",
-    "jobs": "ps",
-    "cancel": "stop",
-    "kill": "stop",
-    "delete": "stop",
-    "describe": "show",
-    "get": "show",
-    "history": "events",
-    "open": "ui",
-    "dashboard": "ui",
-}
-"""What other tools call our verbs; only for "did you mean"."""
+BASICS = ("init", "run", "ps", "show", "logs", "stop", "explain", "failures", "ui", "status")
+"""The verbs of the first screen; ``rota help all`` lists every one."""
 
 ABOUT = """Schedules, runs and heals deep-learning jobs of many roles.
 
-First steps: rota init ddp, rota run job.yaml, rota ps. Help on a verb: rota VERB --help."""
+A first job: rota init ddp && rota run ddp/job.yaml"""
+MORE = "All verbs: rota help all. Help on a verb: rota help VERB."
 
-_COMMON = {"--json": 0, "--no-color": 0, "--quiet": 0, "--server": 1, "--token": 1, "-o": 1, "--output": 1}
+_COMMON = {
+    "--json": 0,
+    "--no-color": 0,
+    "--quiet": 0,
+    "--verbose": 0,
+    "-v": 0,
+    "--server": 1,
+    "--token": 1,
+    "-o": 1,
+    "--output": 1,
+}
 """Flags of every verb that may also stand before it, and how many words each takes."""
 
 
-def make_app(chosen: str = "") -> App:
-    """The command line as cyclopts knows it. ``chosen`` is loaded, with its examples; the others only listed."""
+def make_app(chosen: str = "", *, every: bool = False) -> App:
+    """The command line as cyclopts knows it. ``chosen`` is loaded, with its examples; the others only listed.
+
+    Its help lists the ``BASICS``; ``every`` verb in groups where that is asked for.
+    """
     from cyclopts import App, Group, Parameter
 
     app = App(
         name="rota",
         help=ABOUT,
+        help_epilogue="" if every else MORE,
         version=_version,
         default_parameter=Parameter(negative="", show_default=False),
         help_format="plaintext",
     )
-    groups = {name: Group(name, sort_key=index) for index, name in enumerate(GROUPS)}
-    parents = {name: App(name=name, help=words, group=groups["Tools"]) for name, words in FAMILIES.items()}
+    shown = VERBS if every else BASICS
+    basic = Group("Verbs", sort_key=0)
+    groups = {name: Group(name, sort_key=index) if every else basic for index, name in enumerate(GROUPS)}
+    parents = {name: App(name=name, help=text, group=groups["Tools"], show=every) for name, text in FAMILIES.items()}
     for parent in parents.values():
         app.command(parent)
     for index, (verb, (group, target, words)) in enumerate(VERBS.items()):
         family, _, last = verb.rpartition(" ")
         owner = parents.get(family, app)
-        where: dict[str, Any] = {"name": last, "sort_key": index} | ({} if family else {"group": groups[group]})
+        place = {} if family else {"group": groups[group], "show": verb in shown}
+        where: dict[str, Any] = {"name": last, "sort_key": index if every or family else _rank(verb)} | place
         if verb == chosen:
             owner.command(verb_function(verb), **where, **_help_page(verb))
         else:
             owner.command(target, **where, help=words)
     return app
+
+
+def _rank(verb: str) -> int:
+    return BASICS.index(verb) if verb in BASICS else len(BASICS)
 
 
 def _help_page(verb: str) -> dict[str, str]:
@@ -216,15 +230,13 @@ def call(words: Sequence[str]) -> int:
     except UnicodeEncodeError as exc:
         terminal.error(BadInput(f"not UTF-8: {exc.object[max(0, exc.start - 20) : exc.end]!r}"))
         return BadInput.exit
-    given = ordered(words)
+    given, every = _asked_for_help(ordered(words))
     if given and not given[0].startswith("-") and given[0] not in VERBS and given[0] not in FAMILIES:
-        near = did_you_mean(given[0], {*VERBS, *FAMILIES, *SYNONYMS})
-        word = near.partition("'")[2].partition("'")[0]
-        hint = near.replace(word, SYNONYMS.get(word, word)) if near else "see: rota --help"
-        terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=hint))
+        terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=_meant(given[0])))
         return BadInput.exit
     try:
-        done = make_app(_chosen(given))(given, exit_on_error=False, print_error=False, result_action="return_value")
+        command_line = make_app(_chosen(given), every=every)
+        done = command_line(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as exc:
         terminal.error(BadInput(_plain(exc), hint=_hint(words)))
         return BadInput.exit
@@ -246,6 +258,27 @@ def call(words: Sequence[str]) -> int:
     return done if isinstance(done, int) else 0
 
 
+def _asked_for_help(given: list[str]) -> tuple[list[str], bool]:
+    """``help VERB`` and ``version`` as the flags that mean them; and whether every verb is to be listed."""
+    match given:
+        case ["version"]:
+            return ["--version"], False
+        case ["help", *words]:
+            every = words == ["all"]
+            return [*([] if every else words), "--help"], every
+        case _:
+            return given, False
+
+
+def _meant(word: str) -> str:
+    """What to type in place of an unknown verb."""
+    from rota.service.cli.habits import HABITS
+
+    near = did_you_mean(word, {*VERBS, *FAMILIES, *HABITS})
+    known = word if word in HABITS else near.partition("'")[2].partition("'")[0]
+    return f"use: {HABITS[known]}" if known in HABITS else near or "see: rota help all"
+
+
 def _traceback_file() -> str:
     """Write the traceback of the exception under way to a file; its path."""
     import tempfile
@@ -262,16 +295,21 @@ def _chosen(given: Sequence[str]) -> str:
 
 
 def _plain(exc: Any) -> str:
-    from cyclopts import MissingArgumentError
+    from cyclopts import MissingArgumentError, UnusedCliTokensError
 
+    verb = " ".join(exc.command_chain or ())
     argument = exc.argument if isinstance(exc, MissingArgumentError) else None
     if argument is not None and argument.field_info.is_positional and not argument.tokens:
-        return f"{' '.join(exc.command_chain or ())} needs a {argument.name.lstrip('-').upper()}"
+        name = argument.name.lstrip("-").upper()
+        return f"{verb} needs {'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
+        return f"{verb} takes no further argument: {' '.join(exc.unused_tokens)}"
     return " ".join(str(exc).split())
 
 
 def _hint(words: Sequence[str]) -> str:
-    verb = next((word for word in words if word in VERBS or word in FAMILIES), "")
+    named = list(dropwhile(lambda word: word not in VERBS and word not in FAMILIES, words))
+    verb = _chosen(named) or " ".join(named[:1])
     return f"see: rota {verb} --help" if verb else "see: rota --help"
 
 

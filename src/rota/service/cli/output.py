@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
+from rota.service.cli import shell
 from rota.spec.errors import JobFileError, RotaError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ FORMS: tuple[Form, ...] = get_args(Form)
 GAP, NO_VALUE = "   ", "-"
 WIDTH_PIPE, WIDTH_WIDE = 200, 2000
 """Characters in a line of a table that goes to a file or a pipe, and of one that must not be folded."""
+WORD_WHOLE_MAX = 40
+"""Longer words, such as paths, may be split where a table would be wider than the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +87,23 @@ class Terminal:
         )
 
     def draw(self, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-        """A table without frames; numbers to the right, long cells folded."""
+        """A table without frames; numbers to the right, texts of several words folded between words.
+
+        Headers, names and numbers stay whole: where they need more than a line of the terminal, the lines are longer.
+        """
         from rich import box  # noqa: PLC0415 - only when a table is drawn
         from rich.table import Table as Drawn  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
         table = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        least = [least_width(name, [row[index] for row in cells]) for index, name in enumerate(header)]
         for index, column in enumerate(header):
             numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold", min_width=least[index])
         for row in cells:
             table.add_row(*(Text(cell, style=STATE_STYLE.get(cell, "")) for cell in row))
         console = self.console()
+        console.width = max(console.width, sum(least) + len(GAP) * (len(least) - 1))
         with console.capture() as drawn:
             console.print(table)
         for line in drawn.get().splitlines():
@@ -172,6 +179,12 @@ def _cell(column: str | Callable[[Any], object], row: Any) -> str:
     return NO_VALUE if value in (None, "") else str(value)
 
 
+def least_width(header: str, cells: Iterable[str]) -> int:
+    """Characters that a column needs so that neither its header nor a word of it is split; paths may be."""
+    words = (word for cell in cells for word in cell.split(" "))
+    return max(len(header), *(len(word) for word in words if len(word) <= WORD_WHOLE_MAX), 0)
+
+
 def _width(names: Sequence[str], rows: Sequence[Mapping[str, str]]) -> int:
     """Characters of a line of the table when no cell is folded."""
     return sum(max(len(name), *(len(row[name]) for row in rows), 0) + len(GAP) for name in names) - len(GAP)
@@ -235,17 +248,13 @@ def form_of(word: str) -> Form | None:
 
 def terminal_for(*, form: Form, quiet: bool, no_color: bool) -> Terminal:
     """The terminal of this process; NO_COLOR, TERM=dumb and a pipe are obeyed."""
-    tty = sys.stdout.isatty()
-    environ = os.environ  # noqa: TID251 - how a terminal looks is not a setting of Rota
-    plain = no_color or bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
-    live = tty and environ.get("TERM") != "dumb"
     return Terminal(
         json=form in ("json", "yaml"),
         yaml=form == "yaml",
         wide=form == "wide",
         quiet=quiet,
-        colour=tty and not plain,
-        live=live,
+        colour=shell.colour_wanted() and not no_color,
+        live=shell.draws_in_place(),
         out=sys.stdout,
         err=sys.stderr,
     )

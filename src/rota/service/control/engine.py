@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rota.runtime import environ
 from rota.runtime.environ import Home
+from rota.runtime.job_files import FileRows, installation_of
 from rota.runtime.process import ExecResult, RunFolder
-from rota.runtime.ray.client import RECORD, GatewayClient
-from rota.runtime.ray.engine import EngineSettings, find_engine
+from rota.runtime.ray.client import RECORD, GatewayClient, UnusableMachine, has_machines
+from rota.runtime.ray.engine import EngineAccess, EngineFiles, EngineSettings, find_engine
 from rota.runtime.redis.server import find_running
+from rota.runtime.topology import FILE, locate, read_topology
+from rota.runtime.usage import machine_usage
 from rota.spec import codec
 from rota.spec.codec import JsonObject
-from rota.spec.errors import EngineUnavailable, TimedOut
+from rota.spec.errors import BadInput, EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
+from rota.spec.measured import MachineUsage
 from rota.spec.resources import Node
 
 if TYPE_CHECKING:
     from rota.service.views.jobs import HeartbeatFields
+    from rota.spec.measured import CheckFacts
 
 MASTER_TARGET = "rota.job.master.master:Master"
 STATUS_TIMEOUT_S = 2.0
@@ -28,6 +34,11 @@ STATUS_TIMEOUT_S = 2.0
 
 class Engine(Protocol):
     """The engine behind the gateway. Methods are idempotent and raise EngineUnavailable when it cannot be reached."""
+
+    @property
+    def unusable(self) -> Sequence[UnusableMachine]:
+        """Machines of the engine that get no work, as the last answer of ``nodes`` had it."""
+        ...
 
     @property
     def generation(self) -> int:
@@ -60,6 +71,14 @@ class Engine(Protocol):
         """Run a command beside an instance to its end: what ``execute_command`` gives; None when that does not run."""
         ...
 
+    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
+        """Files of a job on another machine, see ``JobFiles.listed``."""
+        ...
+
+    async def read_file(self, host: str, job: JobId, area: str, path: str, offset: int, count: int) -> bytes:
+        """A range of such a file, see ``JobFiles.read``."""
+        ...
+
     async def status(self) -> JsonObject:
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
@@ -68,9 +87,32 @@ class Engine(Protocol):
         """Machines of a given engine, and the names of all that live, whether they reported yet or not."""
         ...
 
+    async def usage(self, host: str) -> MachineUsage:
+        """What a machine does, measured there; see ``machine_usage``."""
+        ...
+
+    async def check_machines(self) -> CheckFacts:
+        """Names, clocks, ports and bandwidth between all machines, and versions on each."""
+        ...
+
+    @property
+    def running(self) -> str:
+        """Id of the engine that runs on this machine; empty when none does, or it is one that others run."""
+        ...
+
+    async def access(self) -> EngineAccess:
+        """What a machine needs to join the engine, which is started unless it runs."""
+        ...
+
     async def close(self, *, stop_engine: bool) -> None:
         """Let go; with ``stop_engine`` end the engine and everything in it."""
         ...
+
+
+def located(node: Node, topology: Mapping[str, Mapping[str, str]]) -> Node:
+    """The node with the cells around it and the labels that were found."""
+    found = locate(node.id, dict(node.labels), topology)
+    return replace(node, cells=found.cells, labels=found.labels)
 
 
 class NoEngine:
@@ -78,6 +120,7 @@ class NoEngine:
 
     def __init__(self, why: str) -> None:
         self._why = why
+        self.unusable: tuple[UnusableMachine, ...] = ()
 
     @property
     def generation(self) -> int:
@@ -105,10 +148,29 @@ class NoEngine:
     ) -> ExecResult | None:
         return None
 
+    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
+        raise EngineUnavailable(self._why)
+
+    async def read_file(self, host: str, job: JobId, area: str, path: str, offset: int, count: int) -> bytes:
+        raise EngineUnavailable(self._why)
+
     async def status(self) -> JsonObject:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
 
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
+        raise EngineUnavailable(self._why)
+
+    async def usage(self, host: str) -> MachineUsage:
+        return await asyncio.to_thread(machine_usage)
+
+    async def check_machines(self) -> CheckFacts:
+        raise EngineUnavailable(self._why)
+
+    @property
+    def running(self) -> str:
+        return ""
+
+    async def access(self) -> EngineAccess:
         raise EngineUnavailable(self._why)
 
     async def close(self, *, stop_engine: bool) -> None:
@@ -128,9 +190,10 @@ class GatewayEngine:
     """The engine behind the gateway of this home. Gateway and engine start with the first job that needs them."""
 
     def __init__(self, home: Home, *, db_url: str, settings: EngineSettings) -> None:
-        self._home, self._db_url = home, db_url
+        self.unusable: tuple[UnusableMachine, ...] = ()
+        self._home, self._db_url, self._settings = home, db_url, settings
         self._client = GatewayClient(home.root, settings)
-        self._started = bool(settings.address)
+        self._started = self._given = bool(settings.address)
 
     @property
     def generation(self) -> int:
@@ -141,8 +204,11 @@ class GatewayEngine:
         args = {"job": job, "db_url": self._db_url, "home": str(self._home.root)}
         log_path = str(self._home.job(job).root / "master.log")
         env = {environ.HOME: str(self._home.root)}  # which a given engine has not
+        if many := has_machines(self._settings):
+            env[environ.INSTALLATION] = installation_of(self._home.root)
+        here = many and self._db_url.startswith("sqlite")  # a file, which other machines do not have
         with _unavailable_of(job):
-            await self._client.ensure_master(job, MASTER_TARGET, args, env=env, log_path=log_path)
+            await self._client.ensure_master(job, MASTER_TARGET, args, env=env, log_path=log_path, here=here)
 
     async def sweep(self, job: JobId) -> None:
         with _unavailable_of(job):
@@ -178,6 +244,14 @@ class GatewayEngine:
         with _unavailable_of(job):
             return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
 
+    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
+        with _unavailable_of(host):
+            return await self._client.list_files(host, job, area, path, after)
+
+    async def read_file(self, host: str, job: JobId, area: str, path: str, offset: int, count: int) -> bytes:
+        with _unavailable_of(host):
+            return await self._client.read_file(host, job, area, path, offset, count)
+
     async def status(self) -> JsonObject:
         gateway = RunFolder(self._home.run).find_alive(RECORD)
         registry = await asyncio.to_thread(find_running, self._home)
@@ -198,10 +272,40 @@ class GatewayEngine:
         except (EngineUnavailable, TimedOut) as error:
             return {"gateway": {"state": "down", "text": str(error)}, "engine": {"state": "unknown"}}
 
+    async def usage(self, host: str) -> MachineUsage:
+        if not self._given and host == self._settings.host:
+            return await asyncio.to_thread(machine_usage)
+        with _unavailable_of():
+            return await self._client.usage(host)
+
+    async def check_machines(self) -> CheckFacts:
+        self._started = True
+        with _unavailable_of():
+            return await self._client.check_machines()
+
+    @property
+    def running(self) -> str:
+        head = None if self._given else find_engine(self._home.root)
+        return "" if head is None else head.engine
+
+    async def access(self) -> EngineAccess:
+        self._started = True
+        with _unavailable_of():
+            found = await self._client.start_engine()
+        token = await asyncio.to_thread(EngineFiles(self._home.root).token.read_text)
+        return EngineAccess(engine=found["engine"], address=found.get("address", ""), token=token)
+
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
+        if not self._given and not self.running:
+            return (), frozenset()
         try:
             found = await self._client.nodes()
-            return tuple(codec.from_json_value(Node, one) for one in found["nodes"]), frozenset(found["alive"])
+            topology = read_topology(self._home.root / FILE)
+            nodes = [codec.from_json_value(Node, one) for one in found["nodes"]]
+            self.unusable = tuple(found.get("unusable", ()))
+            return tuple(located(node, topology) for node in nodes), frozenset(found["alive"])
+        except BadInput as error:  # of the file that says where machines are
+            raise EngineUnavailable(error.message, hint=error.hint) from error
         except (TimedOut, ValueError, TypeError, KeyError) as error:  # of another version
             raise EngineUnavailable(str(error)) from error
 

@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rota.cluster.sim.forecast import Forecast
+from rota.cluster.core.explain import SchedulerExplanation
+from rota.cluster.sim.forecast import Estimate, Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock
+from rota.runtime.code_pack import CodeCache
 from rota.runtime.environ import Home
-from rota.runtime.random import Chance, ulid
+from rota.runtime.job_files import FILES_LABEL, OWN_FILES
+from rota.runtime.process import write_private
+from rota.runtime.random import RandomSource, ulid
 from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
+from rota.service.api import RESOURCES
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import Submission, check_image, with_interfaces, workdir_of
-from rota.service.jobfile.reader import problems_of, read_job
+from rota.service.jobfile.models import job_text
+from rota.service.jobfile.reader import placed, problems_of, read_job
+from rota.service.models.base import document
+from rota.service.models.cluster import DryRunEstimate, DryRunExplanation
+from rota.service.views.cluster import no_usable_node
 from rota.service.views.job_history import JobHistory
 from rota.spec import codec
-from rota.spec.check import fixed_size, unenforced
+from rota.spec.check import Finding, fixed_size, unenforced
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     BadInput,
+    Conflict,
     IdempotencyConflict,
     Infeasible,
     JobFileError,
     LimitExceeded,
     UnknownName,
+    did_you_mean,
     nearest,
 )
-from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
+from rota.spec.events import Continued, JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
 from rota.spec.gang import Placement
 from rota.spec.ids import JobId
-from rota.spec.job import JobSpec
+from rota.spec.job import After, JobSpec, started_spec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
 
@@ -51,21 +66,27 @@ _DRY_RUN = JobId("(dry run)")
 class Intake:
     """The way into the log for new jobs."""
 
-    def __init__(self, loop: ServiceLoop, *, home: Home, clock: Clock, chance: Chance) -> None:
-        self._loop, self._home, self._clock, self._chance = loop, home, clock, chance
+    def __init__(self, loop: ServiceLoop, *, home: Home, clock: Clock, random_source: RandomSource) -> None:
+        self._loop, self._home, self._clock, self._random = loop, home, clock, random_source
         self._one_at_a_time = asyncio.Lock()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
         self._searches = asyncio.Lock()
 
-    async def submit(self, given: Submission, *, caller: Caller, key: str = "") -> tuple[JobHistory, bool]:
-        """The job, and whether it is new. Durable when it returns.
+    async def submit(
+        self, given: Submission, *, caller: Caller, key: str = "", earlier: tuple[JobHistory, int] | None = None
+    ) -> tuple[JobHistory, bool]:
+        """The job, and whether it is new. Durable when it returns. It begins with a commit of an ``earlier`` job.
 
         Raises JobFileError, Infeasible, UnknownName (queue, secret), NotAllowed, LimitExceeded, or IdempotencyConflict
         (same key, other body).
         """
-        spec, user = await self._checked(given, caller), caller.user
+        user = caller.user
+        if key and (known := self._find_key(user, key, given.digest)) is not None:
+            return known, False
+        spec = await self._checked(given, caller)
+        code = await self._packed(workdir_of(spec, given))
         async with self._one_at_a_time:
-            if key and (known := self._find_key(user, key, given.digest)) is not None:
+            if key and (known := self._find_key(user, key, given.digest)) is not None:  # sent twice at once
                 return known, False
             if len(self._loop.installation.live) >= QUEUED_MAX:
                 raise LimitExceeded(f"{QUEUED_MAX} jobs have not ended yet", hint="stop some, or wait")
@@ -77,11 +98,44 @@ class Intake:
                 filename=given.filename,
                 workdir=workdir_of(spec, given),
                 idempotency_key=f"{key}#{given.digest}" if key else "",
-                uid=ulid(self._clock.wall_s(), self._chance),
+                uid=ulid(self._clock.wall_s(), self._random),
+                continues=None if earlier is None else await asyncio.to_thread(self._continues, job, spec, *earlier),
             )
-            self._home.job(job).make()
+            dirs = self._home.job(job).make()
+            if code:
+                write_private(dirs.code_name, code)
+                await asyncio.to_thread(self._trim_codes)
             await self._loop.append([event], job=job, expected_seq=0)
         return self._loop.installation.jobs[job], True
+
+    async def continued(self, job: JobHistory, n: int, *, caller: Caller, key: str) -> tuple[JobHistory, bool]:
+        """A new job that begins with commit ``n`` of one that ended, and whether it is new.
+
+        Raises what ``submit`` raises, and Conflict when a file of the commit is not here.
+        """
+        given = Submission(
+            source=job_text(replace(job.spec, workdir=None)),
+            filename=f"{job.id} from commit {n}",
+            workdir=job.submitted.workdir,
+            ignore_image=True,
+        )
+        return await self.submit(given, caller=caller, key=key, earlier=(job, n) if n else None)
+
+    def _continues(self, new: JobId, spec: JobSpec, job: JobHistory, n: int) -> Continued:
+        """The commit of an ended job, with its files among those of the new job. Raises Conflict without them."""
+        from rota.job import checkpoint  # noqa: PLC0415 - the tensor store is for those that resume
+
+        saved = next(one for one in job.ctx.checkpoints if one.n == n)
+        old, path = Path(saved.path).parent, Path(saved.path)
+        graph = job.ctx.plan
+        members = (one for role in graph.stateful for one in graph.ranks[role])
+        if missing := [str(one) for one in members if checkpoint.find(old, one, n) is None]:
+            hint = "give the job a checkpoint.dir that all machines see"
+            raise Conflict(f"{path} of commit {n} has no file of {missing[0]} on the machine of the service", hint=hint)
+        if not (spec.checkpoint and spec.checkpoint.dir):
+            path = self._home.checkpoints / new / path.name
+            checkpoint.link(old, path.parent, n)
+        return Continued(job=job.id, commit=n, path=str(path), epoch=job.ctx.epoch_max, cursor=dict(saved.cursor))
 
     async def plan(self, given: Submission, *, caller: Caller | None) -> JsonObject:
         """What would happen: roles, gangs, placement on the cluster as it is, blast radius of each role.
@@ -96,7 +150,7 @@ class Intake:
         placement, waits, forecast = self._trial(completed, now, user)
         if forecast is not None:
             estimates = await asyncio.to_thread(forecast.play, self._clock)
-            explanation |= {"estimate": estimates.of(_DRY_RUN).to_json()}
+            explanation |= {"estimate": document(DryRunEstimate, estimates.of(_DRY_RUN).to_json())}
         if waits is not None:
             why = {"code": waits.reason, "text": waits.text or INFO[waits.reason].text, "fields": waits.fields}
             explanation |= {"why": why, "starts_now": False}
@@ -107,7 +161,7 @@ class Intake:
             "feasible": True,
             "starts_now": placement is not None,
             "why": None if placement is not None else explanation["why"],
-            "explanation": explanation,
+            "explanation": document(DryRunExplanation, explanation),
             "notes": list(unenforced(completed)),
             "roles": _roles(completed),
             "gangs": [codec.to_json_value(request) for request in requests_of(completed)],
@@ -115,6 +169,54 @@ class Intake:
             "placement": None if placement is None else codec.to_json_value(placement),
             "spec": completed.to_json(),
         }
+
+    async def what_if(
+        self, job: JobHistory, changes: Sequence[str], *, caller: Caller
+    ) -> tuple[SchedulerExplanation, Estimate]:
+        """What the scheduler would say of a job that waits if it were changed, and when it would start; nothing is.
+
+        ``changes`` are ``path=value`` over its job file. Raises JobFileError, Infeasible, UnknownName, NotAllowed, or
+        BadInput for a short path of a job with several roles.
+        """
+        sets = {_whole_path(one, job.spec): one for one in changes}
+        given = Submission(source=job_text(job.spec), sets=tuple(sets), workdir=job.submitted.workdir)
+        try:
+            spec = await self._read(given)
+        except JobFileError as error:
+            found = (
+                replace(one, file=f"--what-if {sets.get(one.source, one.source)}", line=0) for one in error.problems
+            )
+            raise JobFileError(tuple(found), hint=error.hint, **error.fields) from None
+        self._check_queue(spec, caller)
+        spec = self._with_dependencies(spec, given, caller)
+        known = {(role.name, role.workload): role.interface for role in job.spec.roles}
+        roles = (replace(role, interface=known.get((role.name, role.workload))) for role in spec.roles)
+        spec = await self._planned(replace(spec, roles=tuple(roles)), given)
+        self._check_feasible(spec)
+        scheduler, now = self._loop.scheduler, self._clock.wall_s()
+        async with self._dry_runs:
+            if job.state is not JobState.QUEUED:
+                raise Conflict(f"{job.id} is {job.state.value}", state=job.state.value)
+            ask = scheduler.ask_with(job.id, spec)
+            found = scheduler.explain_ask(ask, now)
+            forecast = Forecast(scheduler.state, scheduler.profile, now, until=job.id, instead=ask)
+            estimates = await asyncio.to_thread(forecast.play, self._clock, scheduler.wait_idle)
+        return found, estimates.of(job.id, now)
+
+    async def _packed(self, workdir: str) -> str:
+        """Digest of the code of a job, packed for machines that do not see this home; empty until it is packed."""
+        nodes = self._loop.installation.usable_nodes()
+        if not workdir or not any((FILES_LABEL, OWN_FILES) in node.labels for node in nodes):
+            return ""
+        return await asyncio.to_thread(CodeCache(self._home.code_archives).pack, Path(workdir), self._home.root)
+
+    def _trim_codes(self) -> None:
+        """Keep the cache below its limit, with the code of every job that has not ended."""
+        keep = set[str]()
+        for job in tuple(self._loop.installation.live):
+            with contextlib.suppress(OSError):
+                keep.add(self._home.job(job).code_name.read_text(encoding="utf-8"))
+        CodeCache(self._home.code_archives).trim(keep)
 
     def _find_key(self, user: str, key: str, digest: str) -> JobHistory | None:
         installation = self._loop.installation
@@ -126,7 +228,7 @@ class Intake:
 
     async def _read(self, given: Submission) -> JobSpec:
         if given.spec is not None:
-            return _from_json(given.spec)
+            return started_spec(_from_json(given.spec), ())
         reading = asyncio.to_thread(read_job, given.source, filename=given.filename, sets=given.sets)
         try:
             return await asyncio.wait_for(reading, PARSE_TIMEOUT_S)
@@ -138,6 +240,8 @@ class Intake:
         spec = await self._read(given)
         self._check_right(spec, caller)
         check_image(spec, given)
+        if caller is not None:  # without a service there are no other jobs
+            spec = self._with_dependencies(spec, given, caller)
         spec = await self._planned(spec, given)
         self._check_feasible(spec)
         return spec
@@ -146,7 +250,7 @@ class Intake:
         """The job with its parallel plans; they are searched one job at a time, beside the loop."""
         if all(role.plan is None and not role.plans for role in spec.roles):
             return spec
-        from rota.service.control.job_plans import with_plans  # noqa: PLC0415 - the planner is a fifth of a start of the service
+        from rota.service.control.job_plans import PlannedDevices, with_plans  # noqa: PLC0415 - the planner is a fifth of a start of the service
 
         try:
             async with asyncio.timeout(SEARCH_WAIT_S):
@@ -154,31 +258,73 @@ class Intake:
         except TimeoutError:
             raise LimitExceeded("plans of other jobs are being searched", hint="submit it again later") from None
         try:
-            devices = [device for node in self._loop.scheduler.state.nodes for device in node.devices]
+            devices = PlannedDevices.of(self._loop.scheduler.state.nodes, self._home.hardware)
             return await asyncio.to_thread(with_plans, spec, workdir_of(spec, given), self._clock, devices)
         finally:
             self._searches.release()
 
     def _check_right(self, spec: JobSpec, caller: Caller | None) -> None:
+        self._check_queue(spec, caller)
+        if caller is not None:
+            Vault(self._home).check(caller.user, spec.secrets)
+
+    def _check_queue(self, spec: JobSpec, caller: Caller | None) -> None:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
         if caller is not None:  # without a service nothing can be asked
             caller.need(Role.USER, spec.queue)
-            Vault(self._home).check(caller.user, spec.secrets)
+
+    def _with_dependencies(self, spec: JobSpec, given: Submission, caller: Caller) -> JobSpec:
+        """The job with the ids of the jobs that it starts after, which were submitted before: there is no cycle.
+
+        Raises JobFileError for one that is not there, and for one that had to succeed and did not.
+        """
+        found: list[After] = []
+        faults: list[Finding] = []
+        for index, one in enumerate(spec.after):
+            job = self._find_dependency(one.job, caller)
+            if job is None:
+                mine = {known.spec.name for known in self._loop.installation.jobs.values() if caller.reads(known)}
+                hint = did_you_mean(one.job, mine) or "submit that job first, or give the id of one: rota ps -a"
+                faults.append(
+                    Finding(path=("after", index), message=f"no job {one.job!r}", hint=hint, code="UNKNOWN_NAME")
+                )
+                continue
+            found.append(replace(one, job=job.id))
+            if one.when == "succeeded" and job.ended is not None and job.ended.state is not JobState.SUCCEEDED:
+                message = f"{job.id} had to succeed first; it ended as {job.ended.state} ({job.ended.reason})"
+                hint = f"{job.id}:ended starts after it however it ended"
+                faults.append(Finding(path=("after", index), message=message, hint=hint, code="CONFLICT"))
+        if faults:
+            raise JobFileError(placed(faults, given.source, filename=given.filename, sets=given.sets))
+        return replace(spec, after=tuple(found))
+
+    def _find_dependency(self, name: str, caller: Caller) -> JobHistory | None:
+        """The job of this id that the caller may see, else the newest of this name that is theirs."""
+        jobs = self._loop.installation.jobs
+        if (job := jobs.get(JobId(name))) is not None and caller.sees(job):
+            return job
+        mine = (one for one in reversed(jobs.values()) if one.submitted.user == caller.user)
+        return next((one for one in mine if one.spec.name == name), None)
 
     def _check_feasible(self, spec: JobSpec) -> None:
         shortfall = self._loop.scheduler.infeasible(spec)
-        if shortfall is not None:
-            raise Infeasible(
-                shortfall.text,
-                hint=shortfall.remedy,
-                reason=str(shortfall.reason),
-                role=shortfall.role,
-                resource=shortfall.resource,
-                asked=shortfall.asked,
-                available=shortfall.available,
-                nearest=list(shortfall.nearest),
-            )
+        if shortfall is None:
+            return
+        unusable = self._loop.unusable
+        if unusable and (none := no_usable_node(self._loop.installation, unusable)) is not None:
+            raise Infeasible(none["text"], hint="see: rota nodes, rota status", reason=none["code"], **none["fields"])
+        others = "; ".join(f"{one['machine']} cannot be used: {one['why']}" for one in unusable)
+        raise Infeasible(
+            shortfall.text,
+            hint="; ".join(filter(None, [shortfall.remedy, others])),
+            reason=str(shortfall.reason),
+            role=shortfall.role,
+            resource=shortfall.resource,
+            asked=shortfall.asked,
+            available=shortfall.available,
+            nearest=list(shortfall.nearest),
+        )
 
     def _trial(self, spec: JobSpec, now: float, user: str) -> tuple[Placement | None, JobWaits | None, Forecast | None]:
         """Where the job would go, or why it would wait and, from a copy of the state with it, for how long.
@@ -198,6 +344,19 @@ class Intake:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
         return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
+
+
+def _whole_path(change: str, spec: JobSpec) -> str:
+    """``path=value`` with the whole path of a field that the one role of a job has. Raises BadInput for several."""
+    path = change.partition("=")[0]
+    if path != "replicas" and path not in RESOURCES:
+        return change
+    names = [role.name for role in spec.roles]
+    part = path if path == "replicas" else f"resources.{path}"
+    if len(names) > 1:
+        hint = f"--what-if roles.{names[0]}.{part}=..."
+        raise BadInput(f"{change}: the job has the roles {', '.join(names)}", hint=hint)
+    return f"roles.{names[0]}.{part}{change.removeprefix(path)}"
 
 
 def _from_json(raw: JsonObject) -> JobSpec:
@@ -245,7 +404,7 @@ def _roles(spec: JobSpec) -> list[PlannedRole]:
                 "restart": role.restart,
                 "stateful": role.name in graph.stateful,
                 "loop": role.is_loop,
-                "plans": [{"replicas": one.replicas, "why": one.why} for one in role.plans],
+                "plans": [{"replicas": one.replicas, "why": one.why, "step_s": one.step_s} for one in role.plans],
                 "blast_radius": {
                     "text": radius.text,
                     "restarts": [str(member) for member in radius.restarts],

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import inf, lcm
-from pathlib import Path
 
 from rota.runtime.clock import Clock
-from rota.runtime.node import local_node
-from rota.service.plans import find_hardware, load_plan
+from rota.service.control.plan_hardware import PROCESS_BYTES, PlannedDevices, on_large_devices, own_file
+from rota.service.plans import load_plan
 from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
-from rota.spec.resources import Device, counted, types_of
+from rota.spec.resources import counted, types_of
 from rota.spec.torchrun import read_torchrun, shell_operators
+from rota.train.plan.cost import step_time
 from rota.train.plan.explain import summary
-from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks, hardware_of_type
 from rota.train.plan.importers import model_from_json
-from rota.train.plan.memory import GIB
-from rota.train.plan.model import Dtype, ParallelPlan
-from rota.train.plan.search import SearchResult, search
+from rota.train.plan.memory import host_bytes
+from rota.train.plan.model import Dtype
+from rota.train.plan.search import Scored, SearchResult, search
 from rota.train.plan.space import MIXED, CostTable, SearchRequest, divisors
 
 SIZES_MAX = 32
@@ -28,16 +26,14 @@ SEARCH_S = 5.0
 """Time for all sizes of all roles of a job; what is not proven by then says so."""
 
 
-def with_plans(spec: JobSpec, workdir: str, clock: Clock, devices: Iterable[Device] = ()) -> JobSpec:
-    """The job with the plans of its roles, which then have the sizes that a plan exists for.
+def with_plans(spec: JobSpec, workdir: str, clock: Clock, devices: PlannedDevices | None = None) -> JobSpec:
+    """The job with the plans of its roles, which then have the sizes that a plan exists for, and the memory it needs.
 
-    ``devices`` are those of the cluster: what a role that names no type may get, and how much memory they have.
+    ``devices`` are those of the cluster and what is known of them.
     Raises BadInput for a plan file or a model that makes no sense and for a type of device without a description,
     Infeasible when no size of a role has a plan, TimedOut when none was found in time.
     """
-    there: dict[str, int] = {}
-    for device in devices:
-        there[device.type] = min(there.get(device.type, device.memory_bytes), device.memory_bytes)
+    there = devices or PlannedDevices()
     limit = _Limit(clock, clock.monotonic_s() + SEARCH_S)
     return replace(spec, roles=tuple(_with_plan(role, workdir, limit, there) for role in spec.roles))
 
@@ -56,20 +52,21 @@ class _Limit:
         return lambda: self.clock.monotonic_s() > ends_s
 
 
-def _with_plan(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, int]) -> RoleSpec:
+def _with_plan(role: RoleSpec, workdir: str, limit: _Limit, there: PlannedDevices) -> RoleSpec:
     if role.plan is None:
         return replace(role, plans=()) if role.plans else role
     try:
         plans = _searched(role, workdir, limit, there) if role.plan == AUTO_PLAN else (_read(role, workdir),)
     except BadInput as error:
         raise BadInput(f"roles.{role.name}.plan: {error}", hint=error.hint) from error
-    return replace(role, replicas_min=plans[0].replicas, replicas_max=plans[-1].replicas, plans=plans)
+    role = replace(role, replicas_min=plans[0].replicas, replicas_max=plans[-1].replicas, plans=plans)
+    return on_large_devices(role, there, max(one.device_bytes for one in plans))
 
 
 def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     """The plan of a file; it gives the size of a role that names none."""
     assert role.plan is not None
-    plan, _ = load_plan(_own_file(role.plan, workdir))
+    plan, _ = load_plan(own_file(role.plan, workdir))
     local, world = _local_ranks(role), plan.gang().world
     size = world // local
     given = (role.replicas_min, role.replicas_max)
@@ -78,14 +75,44 @@ def _read(role: RoleSpec, workdir: str) -> SizedPlan:
             f"{role.plan} is for {counted(world, 'rank')}, the role has {given[0]} to {given[1]} instances of {local}",
             hint="leave replicas out, or search a plan for that many ranks",
         )
-    return _sized(size, plan, local, f"{role.plan}, for {counted(world, 'rank')}")
-
-
-def _sized(size: int, plan: ParallelPlan, local: int, why: str) -> SizedPlan:
-    """A plan with how many consecutive instances of ``local`` ranks hold whole groups of it."""
     shape = plan.gang()
-    together, close = (lcm(ranks, local) // local for ranks in (shape.ranks_together, shape.ranks_adjacent))
-    return SizedPlan(replicas=size, plan=plan.to_json(), why=why, together=together, close=close)
+    together, close = (_instances(ranks, local) for ranks in (shape.ranks_together, shape.ranks_adjacent))
+    why = f"{role.plan}, for {counted(world, 'rank')}"
+    text = plan.to_json()
+    return SizedPlan(replicas=size, plan=text, why=why, together=together, close=close, device_bytes=shape.memory_bytes)
+
+
+def _sized(size: int, scored: Scored, question: SearchRequest, local: int, why: str, *, on_devices: bool) -> SizedPlan:
+    """A plan that was searched, with how many consecutive instances of ``local`` ranks must, or should, be on one node.
+
+    They must where they hold whole tensor groups, and context groups that were priced inside a node: elsewhere the
+    step would take longer than the plan says. They should as far as whole groups of neighbours fit a node.
+    """
+    together, unit = _together(scored, question, local), question.hardware.levels[0].size or question.gpus
+    inner = together * local
+    host = host_bytes(scored.plan, question.model) if on_devices else scored.memory_bytes
+    wider = max((n for n in divisors(question.gpus) if n <= unit and n % inner == 0), default=inner)
+    return SizedPlan(
+        replicas=size,
+        plan=scored.plan.to_json(),
+        why=why,
+        together=together,
+        close=_instances(wider, local),
+        step_s=scored.step.total_s,
+        device_bytes=int(scored.memory_bytes) if on_devices else 0,
+        memory_bytes=int(host + PROCESS_BYTES) * local if host else 0,
+    )
+
+
+def _together(scored: Scored, question: SearchRequest, local: int) -> int:
+    """How many instances of ``local`` ranks hold whole groups of the axes that the plan has inside a node."""
+    mesh, unit = scored.plan.mesh, question.hardware.levels[0].size or question.gpus
+    return _instances(mesh.tp * mesh.cp if mesh.tp * mesh.cp <= unit else mesh.tp, local)
+
+
+def _instances(ranks: int, local: int) -> int:
+    """The fewest instances of ``local`` ranks that hold whole groups of ``ranks``."""
+    return lcm(ranks, local) // local
 
 
 def _local_ranks(role: RoleSpec) -> int:
@@ -95,7 +122,7 @@ def _local_ranks(role: RoleSpec) -> int:
     return 1 if by_shell else read_torchrun(role.run, shell=role.shell).local
 
 
-def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, int]) -> tuple[SizedPlan, ...]:
+def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: PlannedDevices) -> tuple[SizedPlan, ...]:
     """The best plan of each size, smallest first; sizes that are not faster than a smaller one are left out."""
     assert role.model is not None, "spec.check lets no other in"
     sizes = range(role.replicas_min, role.replicas_max + 1)
@@ -103,18 +130,21 @@ def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, i
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
     local, plans, fastest_s, late = _local_ranks(role), list[SizedPlan](), float("inf"), list[int]()
     one, note = _question(role, role.model, local, workdir, there)
-    table = CostTable(one)
+    tables = dict[int | None, CostTable]()
     for index, size in enumerate(sizes):
-        question = replace(one, gpus=size * local)
+        question = replace(one, gpus=size * local, hardware=there.for_ranks(one.hardware, role, local, size * local))
+        table = tables.setdefault(question.hardware.levels[0].size, CostTable(question))
         stop = limit.share(len(sizes) - index)
         found = search(question, top=2, stop=stop, table=table, under_s=fastest_s)
-        if len(sizes) > 1 and found.best and local % found.best[0].plan.mesh.tp:
+        if len(sizes) > 1 and found.best and _together(found.best[0], question, local) > 1:
             question, found = _within_instances(question, local, stop, table, fastest_s)
         if not found.best and not found.certificate.complete:
             late.append(size)
         if found.best:
             fastest_s = found.best[0].step.total_s
-            plans.append(_sized(size, found.best[0].plan, local, f"{_why(found, question)}{note}"))
+            why = f"{_why(found, question)}{note}"
+            sized = _sized(size, found.best[0], question, local, why, on_devices=role.res.gpus > 0)
+            plans.append(replace(sized, steps=_steps(role, found.best[0], question, local, there)))
     if late and not plans:
         raise TimedOut(
             f"roles.{role.name}.plan: no plan was found in {SEARCH_S:g} s for {', '.join(map(str, late))} instances",
@@ -133,23 +163,42 @@ def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, i
     return tuple(plans)
 
 
+def _steps(
+    role: RoleSpec, scored: Scored, question: SearchRequest, local: int, there: PlannedDevices
+) -> tuple[tuple[str, float], ...]:
+    """Seconds a step of a plan by device type, where the role may get several types that have descriptions."""
+    assert role.model is not None
+    kinds = there.types()
+    asked = [kind for kind in types_of(role.res.gpu_type) or kinds if kind in kinds]
+    if not role.res.gpus or role.model.hardware or len(asked) < 2:
+        return ()
+    found: list[tuple[str, float]] = []
+    for kind in asked:
+        if (hardware := there.described(kind, kinds[kind])) is not None:
+            alone = replace(role, res=replace(role.res, gpu_type=kind))
+            on_type = there.for_ranks(hardware, alone, local, question.gpus)
+            found.append((kind, step_time(scored.plan, question.model, on_type).total_s))
+    return tuple(found)
+
+
 def _within_instances(
     question: SearchRequest, local: int, stop: Callable[[], bool], table: CostTable, under_s: float
 ) -> tuple[SearchRequest, SearchResult]:
-    """The best plan of which no tensor-parallel group is on several instances: they come and go one by one."""
-    asked = [replace(question, pins={"tp": tp}) for tp in divisors(local)]
+    """The best plan of which no group that must be on one node is on several instances: they come and go one by one."""
+    pins = [{"tp": tp, "cp": cp} for tp in divisors(local) for cp in divisors(local // tp)]
+    asked = [replace(question, pins=one) for one in pins]
     answers = [(one, search(one, top=2, stop=stop, table=table, under_s=under_s)) for one in asked]
     return min(answers, key=lambda answer: answer[1].best[0].step.total_s if answer[1].best else inf)
 
 
 def _question(
-    role: RoleSpec, model: TrainedModel, local: int, workdir: str, there: Mapping[str, int]
+    role: RoleSpec, model: TrainedModel, local: int, workdir: str, there: PlannedDevices
 ) -> tuple[SearchRequest, str]:
     """What is asked of one instance, with ``local`` ranks, and for which devices."""
     fields = asdict(model)
     batch, named = fields.pop("batch"), fields.pop("hardware")
     shape, _ = model_from_json(fields)
-    hardware, note = _hardware(role, named, local, workdir, there)
+    hardware, note = there.of_role(role, named, local, workdir)
     question = SearchRequest(
         model=shape,
         hardware=hardware,
@@ -159,46 +208,6 @@ def _question(
         dtype=MIXED if role.res.gpus or named else Dtype(),
     )
     return question, note
-
-
-def _hardware(role: RoleSpec, named: str, local: int, workdir: str, there: Mapping[str, int]) -> tuple[Hardware, str]:
-    """What the file names, else the description of the devices that the role may get, and a sentence that says so.
-
-    Of several the plan is for those with the least memory, so that it fits all. Raises BadInput for a type without a
-    description, where the role names it.
-    """
-    if named:
-        return find_hardware(named if named in SHIPPED else str(_own_file(named, workdir))), ""
-    if not role.res.gpus:
-        return cpu_ranks((role.res.memory_bytes or local_node().memory_bytes) / GIB, local), ""
-    asked = types_of(role.res.gpu_type)
-    found = {kind: hardware_of_type(kind, there.get(kind, 0)) for kind in asked or there}
-    known = [one for one in found.values() if one is not None]
-    unknown = " and ".join(kind for kind, one in found.items() if one is None)
-    shipped = ", ".join(SHIPPED)
-    if asked and unknown:
-        raise BadInput(
-            f"there is no description of devices of type {unknown}",
-            hint=f"model.hardware: a file of rota plan calibrate, or a shipped name ({shipped})",
-        )
-    if unknown or not known:
-        least = min((size / GIB for size in there.values() if size), default=inf)
-        why = f"there is no description of {unknown} devices" if unknown else "the cluster has no devices yet"
-        name = A100_80G_DGX.name
-        text = f" The role names no gpu_type and {why}: planned for {name}; name gpu_type or model.hardware for others."
-        return A100_80G_DGX.with_memory(least), text
-    chosen = min(known, key=lambda one: (one.device.memory_gib, one.device.peak_tflops["bf16"]))
-    if len(found) == 1:
-        return chosen, f" Planned for {chosen.name}."
-    return chosen, f" Planned for {chosen.name}, which has the least memory of {' and '.join(found)}: it fits them all."
-
-
-def _own_file(name: str, workdir: str) -> Path:
-    """A file of the job's folder. Raises BadInput for any other: the service opens it, not who asks."""
-    path = Path(os.path.normpath(Path(workdir) / name))
-    if not workdir or not path.is_relative_to(os.path.normpath(workdir)):
-        raise BadInput(f"{name} is not below the folder of the job", hint="put it beside the job file")
-    return path
 
 
 def _why(found: SearchResult, question: SearchRequest) -> str:

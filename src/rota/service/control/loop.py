@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from rota.cluster.live import Outcome, Scheduler
+from rota.cluster.live import Scheduler, SchedulingOutcome
 from rota.runtime.clock import Clock
 from rota.runtime.event_log.interface import EventLog, Writer
 from rota.service.control.engine import Engine
-from rota.service.control.submission import Refused, inspect_workloads
+from rota.service.control.submission import Refused, inspect_workloads, install_packages
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
@@ -69,10 +69,16 @@ class ServiceLoop:
         self._fenced: Fenced | None = None
         self._ends = 0
         self._mastered: dict[JobId, tuple[int, int]] = {}
+        self._changed: dict[str, None] = {}
+        """Jobs with a record, or with work that ended, since the last round acted; in their order."""
+        self._acted_for: int | None = None
+        """Generation of the engine in the last round; another one concerns every job."""
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
         self.unknown = ""
         """Why the machines of another's engine are not known; ``decide_from_now`` empties it."""
+        self.unusable: Sequence[Mapping[str, Any]] = ()
+        """Machines of the engine that get no work, each with ``machine``, ``why`` and ``remedy``."""
         self._held_until_s: float | None = None
 
     def listen(self, listener: Listener) -> None:
@@ -202,19 +208,25 @@ class ServiceLoop:
             if outcome.marks:
                 await self._write(list(outcome.marks))
                 wrote = True
-        # 5. act: whatever the state asks for and is not under way
-        for history in tuple(self.installation.live.values()):
-            self._act(history)
+        # 5. act on the jobs that changed: whatever their state asks for and is not under way
+        same_engine = self.engine.generation == self._acted_for
+        changed = self._changed if same_engine else dict.fromkeys(self.installation.live)
+        self._changed, self._acted_for = {}, self.engine.generation
+        for job in changed:
+            if (history := self.installation.live.get(JobId(job))) is not None:
+                self._act(history)
         return wrote
 
-    def _decide(self, now: float) -> Outcome:
+    def _decide(self, now: float) -> SchedulingOutcome:
         """Ask the scheduler. A bug in it is logged and costs what it touches; jobs that run continue in any case."""
         began_s = self.clock.monotonic_s()
         try:
             outcome = self.scheduler.decide(now)
         except Exception as error:  # noqa: BLE001 - whatever a policy raises, jobs that run must be watched and ended
             _log.exception("the scheduler failed: nothing new starts")
-            outcome = Outcome(events=(), wake_at=now + SWEEP_PERIOD_S, broken=(f"nothing new starts: {error!r}",))
+            outcome = SchedulingOutcome(
+                events=(), wake_at=now + SWEEP_PERIOD_S, broken=(f"nothing new starts: {error!r}",)
+            )
         self.timed("decide", self.clock.monotonic_s() - began_s)
         for text in set(outcome.broken) - set(self.broken):
             _log.critical("the scheduler contradicts itself: %s", text)
@@ -232,6 +244,8 @@ class ServiceLoop:
             self.scheduler.apply(record)
             for listener in self._listeners:
                 listener(record)
+            if record.job is not None:
+                self._changed[record.job] = None
             if isinstance(record.event, JobEnded) and record.job is not None:
                 self._mastered.pop(record.job, None)
                 self._ends += 1
@@ -293,6 +307,7 @@ class ServiceLoop:
     def _done(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         work.close()  # one that was cancelled before it began
         self._tasks.pop(name, None)
+        self._changed[name.partition("/")[2]] = None
         self._wake.set()
 
     def _replaced(self, fenced: Fenced) -> None:
@@ -301,9 +316,12 @@ class ServiceLoop:
         self._wake.set()
 
     async def _inspect(self, history: JobHistory) -> None:
+        # Not among the inspections, which are few at once: a download may take minutes.
+        spec = history.spec
+        installed = await install_packages(spec, history.submitted.workdir)
         async with self._inspections:
-            spec = history.spec
-            found = await inspect_workloads(spec, history.submitted.workdir)
+            refused = isinstance(installed, Refused)
+            found = installed if refused else await inspect_workloads(spec, history.submitted.workdir)
         if history.spec is not spec:
             return  # it was edited meanwhile: the next turn looks at what it is now
         if isinstance(found, Refused):

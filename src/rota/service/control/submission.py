@@ -14,6 +14,9 @@ from pathlib import Path
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
+from rota.runtime.environ import Home
+from rota.runtime.packages import python_of
+from rota.runtime.process import execute_command
 from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
 from rota.spec.check import Finding, image_refused
@@ -24,6 +27,8 @@ from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
 
 INSPECT_TIMEOUT_S = 120.0
+INSTALL_TIMEOUT_S = 1800.0
+_ENV_FAILED = str(Reason.ENV_SETUP_FAILED)
 OUTPUT_BYTES_MAX = 4 * 2**20
 STDERR_SHOWN = 4000
 IMPORT_HINT = "the module is imported to read what it declares: repair it, and leave work to its functions and methods"
@@ -105,13 +110,54 @@ class Refused:
 
 
 async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
-    """The spec with the interface of every role, or why it can never run. The child is gone when this returns."""
-    wanted = {role.name: role.workload for role in spec.roles if role.workload and role.interface is None}
-    if not wanted:
-        return _checked(spec)
+    """The spec with the interface of every role, or why it can never run. The children are gone when this returns.
+
+    The packages of each role are installed on this machine before.
+    """
+    built = await install_packages(spec, workdir)
+    if isinstance(built, Refused):
+        return built
+    wanted: dict[str, dict[RoleName, str]] = {}
+    for role in spec.roles:
+        if role.workload and role.interface is None:
+            wanted.setdefault(built.get(role.name, sys.executable), {})[role.name] = role.workload
+    for python, workloads in wanted.items():
+        found = await _inspect_with(python, spec, workdir, workloads)
+        if isinstance(found, Refused):
+            return found
+        spec = found
+    return _checked(spec)
+
+
+async def install_packages(spec: JobSpec, workdir: str) -> dict[RoleName, str] | Refused:
+    """The interpreter of each role that has packages, which are installed for it now unless they are already."""
+    built: dict[RoleName, str] = {}
+    for role in spec.roles:
+        if not (packages := spec.packages_of(role)):
+            continue
+        env = {name: value for name, value in (*spec.env, *role.env) if name.startswith("PIP_")}
+        asked = json.dumps({"packages": packages, "settings": env})
+        command = (sys.executable, "-m", "rota.runtime.packages", str(Home.find().root), workdir, asked)
+        done = await execute_command(command, timeout_s=INSTALL_TIMEOUT_S)
+        if done["exit_status"] != 0:
+            path = ("roles", role.name, "packages") if role.packages else ("packages",)
+            why = done["stderr"].strip() or f"installing them took more than {INSTALL_TIMEOUT_S:.0f} s"
+            fault = Finding(path=path, message=f"could not be installed: {_pip_error(why)}", code=_ENV_FAILED)
+            return Refused(reason=Reason.ENV_SETUP_FAILED, faults=(fault,), role=role.name, traceback=why)
+        built[role.name] = str(python_of(Path(done["stdout"])))
+    return built
+
+
+def _pip_error(output: str) -> str:
+    """The line that says what is wrong: the last one that pip calls an error."""
+    lines = output.splitlines()
+    return next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1]).removeprefix("ERROR: ")
+
+
+async def _inspect_with(python: str, spec: JobSpec, workdir: str, wanted: Mapping[RoleName, str]) -> JobSpec | Refused:
     env = environ.snapshot() | dict(spec.env)
     child = await asyncio.create_subprocess_exec(
-        sys.executable,
+        python,
         "-m",
         "rota.job.inspect",
         stdin=asyncio.subprocess.PIPE,
@@ -157,7 +203,7 @@ def _completed(spec: JobSpec, found: dict[str, JsonObject]) -> JobSpec | Refused
         )
     interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
     roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
-    return _checked(replace(spec, roles=roles))
+    return replace(spec, roles=roles)
 
 
 def _checked(spec: JobSpec) -> JobSpec | Refused:

@@ -34,6 +34,8 @@ from rota.service.jobfile.validation import (
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.job import (
+    After,
+    AfterWhen,
     Bound,
     Checkpoint,
     Edge,
@@ -49,7 +51,7 @@ from rota.spec.job import (
     WeightsEdge,
     sizes_of,
 )
-from rota.spec.resources import Res
+from rota.spec.resources import Limits, Res
 from rota.spec.torchrun import is_torchrun, plain_words
 
 ARROW = "->"
@@ -60,6 +62,7 @@ Word = Annotated[str, Text()]
 RoleWord = Annotated[str, Text("a role name")]
 PathWord = Annotated[str, Text("a path")]
 Literals = Annotated[dict[str, Annotated[str, Text(literal=True)]], Names()]
+Packages = Annotated[tuple[Annotated[str, Text("a requirement such as numpy>=2")], ...], Several(single=True)]
 Count = Annotated[int, Number(1)]
 CountOrNone = Annotated[int, Number(0)]
 Flag = Annotated[bool, Bool()]
@@ -102,7 +105,8 @@ class FailPart(Part):
         "wider scopes, tried in order when the limit is used up"
     )
     state: Annotated[tuple[Annotated[State, OneOf(State)], ...], Several(bars=True)] = optional(
-        "where state may come back from, cheapest first; `peer` is accepted and not built"
+        "where state may come back from: always the memory of its host, and the newest checkpoint; with `peer` also"
+        " another machine, which gets each commit; `none`: it has no state"
     )
     degrade: Count = optional("fewest instances with which the job continues")
     standby: CountOrNone = optional("warm spare instances")
@@ -137,7 +141,21 @@ class ResourcesPart(Part):
     cpus: Annotated[float, Number(0, whole=False)] = optional("logical cores, fractions allowed")
     gpus: Annotated[float, Number(0, whole=False)] = optional("whole devices, or a fraction below 1")
     gpu_type: Word = optional("type of device: H100, or several to choose from: A100|H100", default="any")
-    memory_bytes: Annotated[int, SIZE] = optional("host memory: counted for placement, not enforced", alias="memory")
+    memory_bytes: Annotated[int, SIZE] = optional(
+        "host memory, for placement and as limit: an instance that uses more ends with `OOM_KILLED`", alias="memory"
+    )
+
+
+class LimitsPart(Part):
+    """What one instance may use at most, beside its memory."""
+
+    what = "a mapping such as {processes: 64, files: 1024, disk: 10GiB}"
+    makes = Limits
+    processes: Count = optional("processes of one instance, its own included", default="no limit")
+    files: Annotated[int, Number(256)] = optional("open files and sockets of one process", default="no limit")
+    disk_bytes: Annotated[int, SIZE] = optional(
+        "what the folder of the job, its logs and output may hold on a machine", alias="disk", default="no limit"
+    )
 
 
 class NearPart(Part):
@@ -156,6 +174,26 @@ class NearPart(Part):
     def long_form(cls, node: object) -> object:
         """A name alone is the role."""
         return {"role": node} if isinstance(node, ScalarNode) and not node.is_null else node
+
+
+class AfterPart(Part):
+    """One entry of ``after``."""
+
+    what = "a job, JOB:ended, or {job: JOB, when: ended}"
+    words = "`JOB`, `JOB:ended` or `{job, when}`"
+    makes = After
+    short = Text("a job, or JOB:ended")
+    job: Annotated[str, Text("the id of a job, or its name")] = required("id, or the name of the newest job of yours")
+    when: Annotated[AfterWhen, OneOf(AfterWhen)] = optional("how it has to end; `ended`: in any way")
+
+    @classmethod
+    def long_form(cls, node: object) -> object:
+        """A text is the job, and after a colon how it has to end."""
+        if not isinstance(node, ScalarNode) or node.is_null:
+            return node
+        job, colon, when = cls.short.read(node).partition(":")
+        parts = {"job": job, **({"when": when} if colon else {})}
+        return {name: ScalarNode(text, node.place, plain=False) for name, text in parts.items()}
 
 
 class ReplicasPart(Part):
@@ -224,6 +262,8 @@ class RolePart(Part):
     plan: PathWord = optional("`auto`, or a plan file: how torchrun's ranks split the model; gives the size")
     model: ModelPart = optional("what `plan: auto` is searched for")
     res: ResourcesPart = optional("what one instance asks for", alias="resources")
+    limits: LimitsPart = optional("what one instance may use at most")
+    packages: Packages = optional("what pip installs for it, once a machine: requirements, or `FILE.txt` of them")
     env: Literals = optional("environment variables")
     fail: FailPart = optional("the failure contract")
     collocate: Annotated[tuple[NearPart, ...], Several(single=True)] = optional("in the same cell as the other role")
@@ -357,6 +397,9 @@ class JobPart(Part):
     name: Word = required("the id of the job becomes NAME-<n>")
     queue: Word = optional("leaf of the tenant tree")
     priority: Annotated[int, Number(-1, 100)] = optional("higher first; -1 opportunistic, 100 not preemptible")
+    after: Annotated[tuple[AfterPart, ...], Several(single=True)] = optional(
+        "jobs that must end before this one starts; one that does not succeed ends it"
+    )
     roles: Annotated[dict[str, RolePart], Names("a mapping of role names", ROLES_MAX)] = required(
         f"role name to role, 1 to {ROLES_MAX}"
     )
@@ -380,6 +423,7 @@ class JobPart(Part):
     data: PathWord = optional("`$ROTA_DATA_DIR`")
     output: PathWord = optional("`$ROTA_OUTPUT_DIR` is a folder for this job below it")
     env: Literals = optional("environment variables of every role")
+    packages: Packages = optional("those of every role, before its own")
     secrets: Annotated[tuple[Word, ...], Several()] = optional("names of secrets that become variables")
     image: Word = optional(
         "not used: nothing is started in a container; refused unless submitted with `--ignore-image`"

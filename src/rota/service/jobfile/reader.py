@@ -47,7 +47,7 @@ def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> J
 def placed(
     faults: Iterable[rules.Finding], text: str, *, filename: str, sets: Sequence[str] = ()
 ) -> tuple[Problem, ...]:
-    """What was found out about a job after it was read, at its place in the text; without a text there is no place."""
+    """What was found out about a job after it was read, at its place in the text; without a text it has none."""
     if not text:
         none = Problem(loc="", line=0, col=0, message="", file=filename)
         return tuple(

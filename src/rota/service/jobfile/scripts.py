@@ -27,8 +27,7 @@ SHORT = {
 REPLACED = {
     "output": "Rota keeps the output: rota logs JOB",
     "error": "Rota keeps the output: rota logs JOB",
-    "array": "submit several jobs from Python, with one label",
-    "dependency": "wait for the other job from Python: Client().attach(job).wait()",
+    "array": "one job for each value: rota run --sweep task=1..10",
     "export": "write env: into a job file",
     "mail-user": "add a webhook for notices of jobs: rota webhook add URL",
     "mail-type": "add a webhook for notices of jobs: rota webhook add URL",
@@ -189,6 +188,17 @@ def _signal(text: str) -> list[str]:
     return [f"grace={seconds}s"]
 
 
+def _dependency(text: str) -> list[str]:
+    """``afterok:JOB[:JOB]`` and ``afterany:JOB[:JOB]``, with commas between them."""
+    entries: list[str] = []
+    for part in text.split(","):
+        kind, *jobs = part.split(":")
+        if kind not in ("afterok", "afterany") or not all(jobs) or not jobs:
+            raise ValueError(f"{part!r} is not afterok:JOB or afterany:JOB")
+        entries += [job if kind == "afterok" else f"{job}:ended" for job in jobs]
+    return [f"after={json.dumps(entries)}"]
+
+
 def _to(path: str) -> Callable[[str], list[str]]:
     return lambda text: [f"{path}={text}"]
 
@@ -205,5 +215,6 @@ SBATCH: dict[str, Callable[[str], list[str]]] = {
     "mem": _memory,
     "requeue": lambda _: ["retry=1"],
     "signal": _signal,
+    "dependency": _dependency,
 }
 """The subset that is understood, each to what it sets."""

@@ -439,6 +439,19 @@ def _part_of(value: object) -> object:
     return model.of(value) if model is not None else value
 
 
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("count", "instances", "num_replicas", "num_workers", "parallelism", "taskNumber"), ("replicas",)),
+    **dict.fromkeys(("command", "cmd", "entrypoint", "script", "exec"), ("run",)),
+    **dict.fromkeys(("environment", "env_vars", "environ"), ("env",)),
+    **dict.fromkeys(("requirements", "pip", "dependencies"), ("packages",)),
+    **dict.fromkeys(("timeout", "walltime", "deadline", "max_time"), ("time_limit",)),
+    **dict.fromkeys(("mem", "ram"), ("memory", "resources.memory")),
+    **dict.fromkeys(("partition", "pool"), ("queue",)),
+    **dict.fromkeys(("max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
+}
+"""What other systems call a field."""
+
+
 def read_part(model: type[P], root: Node, errors: ErrorCollector, above: Path = ()) -> P | None:
     """The part that ``root``, found at ``above``, describes; None after its mistakes were added to ``errors``."""
     try:
@@ -470,7 +483,9 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
         else:
             inner = {sub: f"{name}.{sub}" for name, (_, field) in known.items() for sub in _names_below(field)}
             message, code = "unknown field", "UNKNOWN_FIELD"
-            hint = did_you_mean(name, known, inner) or nearest(name, [*known], "fields")
+            meant = next((one for one in OTHER_WORDS.get(name, ()) if one in known or one in inner.values()), "")
+            hint = f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
+            hint = hint or nearest(name, [*known], "fields")
     errors.add(place, (*above, *path), message, hint=hint, code=code)
 
 

@@ -137,11 +137,11 @@ class AuditLine(Closed):
 
 
 class AuditList(Headed):
-    """Requests, the newest first."""
+    """Requests, the newest first; ``next`` is the cursor of the older ones."""
 
     kind: Literal["AuditList"]
     items: list[AuditLine]
-    next: None
+    next: str | None
 
 
 class LoginDocument(Closed):

@@ -8,6 +8,7 @@ from rota.service.models.base import Closed, Fields, Headed, Moment, Resources, 
 from rota.service.models.jobs import BundleRow, SizedPlanRow
 from rota.service.models.reasons import Ahead, StartChange, TallyRow, VictimRow
 from rota.spec.codec import JsonObject
+from rota.spec.measured import DeviceUsage, DiskUsage, MachineFacts, NetworkUsage, PairFacts, ProcessUsage
 
 
 class DeviceRow(Closed):
@@ -63,6 +64,89 @@ class NodeList(Headed):
     kind: Literal["NodeList"]
     items: list[NodeRow]
     next: str | None
+
+
+class NetworkRow(Closed, NetworkUsage):
+    """An interface that is up; ``bits_per_s`` is 0 where its card does not say."""
+
+
+class DiskRow(Closed, DiskUsage):
+    """A file system of a machine, by the folder it is mounted on."""
+
+
+class DeviceUsageRow(Closed, DeviceUsage):
+    """A device as its driver measures it; ``busy`` from 0 to 1, null for what it does not say."""
+
+
+class ProcessRow(Closed, ProcessUsage):
+    """A process of a job on a machine: ``member`` is ``role/rank`` or ``master``."""
+
+
+class NodeUsage(Headed):
+    """What the machine of a node does, measured there over ``period_s``."""
+
+    kind: Literal["NodeUsage"]
+    node: str
+    period_s: float
+    cores: int
+    cores_busy: float
+    load: float
+    memory_bytes: int
+    memory_used_bytes: int
+    shared_bytes: int
+    shared_used_bytes: int
+    network: list[NetworkRow]
+    disks: list[DiskRow]
+    devices: list[DeviceUsageRow]
+    processes: list[ProcessRow]
+
+
+class NodeFinding(Closed):
+    """Something that is wrong between machines, and the command that repairs it."""
+
+    name: str
+    mark: str
+    fact: str
+    remedy: str
+
+
+class CheckedNode(Closed, MachineFacts):
+    """A machine of a check with its versions by package."""
+
+
+class PairRow(Closed, PairFacts):
+    """What one machine sees of another; null for what could not be measured."""
+
+
+class NodeCheck(Headed):
+    """A check of the machines and of each pair of them; ``mark`` is the worst of ``items``, or ``ok``."""
+
+    kind: Literal["NodeCheck"]
+    mark: str
+    machines: list[CheckedNode]
+    pairs: list[PairRow]
+    items: list[NodeFinding]
+
+
+class EngineAccessRow(Closed):
+    """How to reach the engine: its id, the address of its control store, and the token that it asks for."""
+
+    engine: str
+    address: str
+    token: str
+
+
+class MachineDocument(Headed):
+    """A machine that joined; ``state`` is ``joining`` until it is a node, whose state it then is.
+
+    ``engine`` is the id of the engine that runs now, empty while none does; only the answer to a join has ``access``.
+    """
+
+    kind: Literal["Machine"]
+    host: str
+    state: str
+    engine: str
+    access: NotRequired[EngineAccessRow]
 
 
 class HeatNode(Closed):
@@ -346,15 +430,15 @@ class TemplateList(Headed):
 
 
 class DryRunEstimate(Closed):
-    """When the job would start, in Unix seconds."""
+    """When the job would start."""
 
-    p50: float | None
-    p90: float | None
+    p50: Moment | None
+    p90: Moment | None
     basis: str
 
 
 class DryRunExplanation(Closed):
-    """What the scheduler says of a job that was not submitted; ``since`` in Unix seconds."""
+    """What the scheduler says of a job that was not submitted."""
 
     job: str
     state: str
@@ -365,7 +449,7 @@ class DryRunExplanation(Closed):
     would_start_now_with: list[StartChange]
     victims_if_preempted: list[VictimRow]
     estimate: DryRunEstimate | None
-    since: float
+    since: Moment
     decisions: list[Fields]
 
 

@@ -32,15 +32,16 @@ JobStateName = TypeAliasType(
 
 
 class Progress(Closed):
-    """The last commit of a job, with the metrics that its loop gave."""
+    """The last commit of a job, with the metrics that its loop gave; ``commits`` are those that it can resume from."""
 
     commit: int
+    commits: list[int]
     at: Moment | None
     metrics: Fields
 
 
 class JobRow(Closed):
-    """One row of a list of jobs."""
+    """One row of a list of jobs. ``suspected`` says why a running job may hang, with the instance that holds it up."""
 
     id: str
     uid: str
@@ -67,6 +68,7 @@ class JobRow(Closed):
     nodes: list[str]
     labels: dict[str, str]
     progress: Progress | None
+    suspected: str
 
 
 class JobList(Headed):
@@ -78,10 +80,11 @@ class JobList(Headed):
 
 
 class SizedPlanRow(Closed):
-    """The parallel plan of a role for one number of instances."""
+    """The parallel plan of a role for one number of instances; ``step_s`` predicted, 0 unknown."""
 
     replicas: int
     why: str
+    step_s: float
 
 
 class RoleRow(Closed):
@@ -358,10 +361,14 @@ class ExecDocument(Headed):
 
 
 class LogLine(Closed):
-    """One line that an instance printed; ``ts`` is null for what came without a time."""
+    """One line that an instance printed; ``ts`` is null for what came without a time.
+
+    ``node`` is the machine that keeps the line, empty for that of the service; ``offset`` counts in its file there.
+    """
 
     kind: Literal["LogLine"]
     instance: str
+    node: str
     attempt: int
     epoch: int
     offset: int
@@ -371,13 +378,41 @@ class LogLine(Closed):
 
 
 class LogPage(Headed):
-    """A page of log lines; ``next`` is the cursor of the following one."""
+    """A page of log lines; ``next`` is the cursor of the following one.
+
+    ``notices`` say which machines do not answer, and what was known of the lines that lie there.
+    """
 
     kind: Literal["LogPage"]
     job: str
     items: list[LogLine]
     next: str
     ended: bool
+    notices: list[str]
+
+
+class FileRow(Closed):
+    """A file or folder that a job wrote. ``node`` is its machine, empty for that of the service.
+
+    ``path`` begins at the output folder. ``kind`` ``other`` is a link or a socket, which is never followed. Of a path
+    that several machines have, rows with one ``mark`` are the same file.
+    """
+
+    path: str
+    node: str
+    kind: Literal["file", "folder", "other"]
+    bytes: int
+    mark: str
+
+
+class FileList(Headed):
+    """What lies in the output folder of a job; ``notices`` say which machines do not answer."""
+
+    kind: Literal["FileList"]
+    job: str
+    path: str
+    items: list[FileRow]
+    notices: list[str]
 
 
 class EventRecord(TypedDict):

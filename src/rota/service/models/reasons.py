@@ -36,11 +36,12 @@ class Ahead(Closed):
 
 
 class StartChange(Closed):
-    """A change that would let the job start now; ``change`` is ``{set, value}``."""
+    """A change that would let the job start now; ``change`` is ``{set, value}``, ``victims`` are stopped for it."""
 
     change: JsonObject
     text: str
     cost: str
+    victims: NotRequired[list[str]]
 
 
 class VictimRow(Closed):
@@ -77,9 +78,11 @@ class PlacedOn(Closed):
 
 
 class RolePlan(SizedPlanRow):
-    """The parallel plan of a role."""
+    """The parallel plan of a role; ``placed`` says where the one that runs lies, and why not another size."""
 
     role: str
+    current: bool
+    placed: str
 
 
 class Decision(Closed):
@@ -116,6 +119,26 @@ class Explanation(Headed):
     plans: list[RolePlan]
     decisions: list[Decision]
     see: str
+
+
+class StartForecast(Closed):
+    """Whether a job starts now; else what binds it, what is before it, and when it would start."""
+
+    starts_now: bool
+    why: Why | None
+    ahead: Ahead
+    victims_if_preempted: list[VictimRow]
+    estimate: EstimateDocument | None
+
+
+class WhatIf(Headed):
+    """When a job that waits starts as it is (``now``), and when it would with ``changes`` (``then``); none is made."""
+
+    kind: Literal["WhatIf"]
+    job: str
+    changes: list[str]
+    now: StartForecast
+    then: StartForecast
 
 
 class LossRow(Member, LossFields):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 from collections.abc import Container, Iterable
@@ -14,18 +15,22 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.node import LOCAL_HOST, local_node, own_names
-from rota.runtime.random import SystemChance
+from rota.runtime.node import LOCAL_HOST, host_name, local_node, own_names
+from rota.runtime.random import SystemRandom
+from rota.runtime.ray.engine import LOOPBACK as LOOPBACK_ADDRESS
 from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.secrets import Vault
+from rota.runtime.topology import FILE, read_topology
 from rota.service.config import LOOPBACK, Settings, rota_version
-from rota.service.control.engine import Engine, GatewayEngine, NoEngine
+from rota.service.control.engine import Engine, GatewayEngine, NoEngine, located
 from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
 from rota.service.control.loop import ServiceLoop
+from rota.service.control.snapshot import SnapshotFile, Views, program
 from rota.service.metrics import Metrics
 from rota.service.rest.auth import Audit, Auth, ensure_token
 from rota.service.rest.deps import AppState
+from rota.service.rest.machine_names import MachineNames
 from rota.service.webhooks import Notifier
 from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted
 from rota.spec.resources import Node, pretend_nodes
@@ -53,7 +58,7 @@ def db_url(settings: Settings) -> str:
 
 def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None) -> AppState:
     """Every part of the service over an open log, under a new install epoch; nothing runs yet."""
-    clock, chance, home = SystemClock(), SystemChance(), Home.of(settings.home).make()
+    clock, random_source, home = SystemClock(), SystemRandom(), Home.of(settings.home).make()
     writer = Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
     started = ServiceStarted(install_epoch=writer.epoch, pid=os.getpid(), version=rota_version())
     log.append([started], writer=writer)
@@ -62,36 +67,35 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         log=log,
         writer=writer,
         clock=clock,
-        scheduler=Scheduler(
-            replace(get_profile(settings.profile), spares=settings.spares, cool_down_s=settings.cool_down_s),
-            requests_of,
-        ),
+        scheduler=make_scheduler(settings),
         engine=engine,
         poll_s=settings.poll_s,
     )
     metrics = Metrics(loop.installation, clock=clock, version=rota_version())
-    auth = Auth.of(ensure_token(home.token, chance), clock=clock, chance=chance, hosts=_names(settings))
+    auth = Auth.of(
+        ensure_token(home.token, random_source), clock=clock, random_source=random_source, hosts=_names(settings)
+    )
     vault = Vault(home)
     notifier = Notifier(
         loop,
         home=home,
         vault=vault,
         clock=clock,
-        chance=chance,
+        random_source=random_source,
         url=settings.url,
         allowed=settings.webhook_hosts,
     )
     forecasts = Forecasts(loop.scheduler, clock)
-    for listener in (metrics.apply, auth.accounts.apply, notifier.apply, forecasts.changed):
+    for listener in (metrics.apply, auth.accounts.apply, forecasts.changed):
         loop.listen(listener)
     app = AppState(
         settings=settings,
         home=home,
         clock=clock,
-        chance=chance,
+        random_source=random_source,
         loop=loop,
         forecasts=forecasts,
-        intake=Intake(loop, home=home, clock=clock, chance=chance),
+        intake=Intake(loop, home=home, clock=clock, random_source=random_source),
         auth=auth,
         vault=vault,
         notifier=notifier,
@@ -101,6 +105,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         version=rota_version(),
         pid=os.getpid(),
         started_at=clock.wall_s(),
+        machines=MachineNames(home.joined_machines, clock),
     )
     loop.timed = metrics.timed
     metrics.sse_clients.set_function(lambda: app.streams)
@@ -110,6 +115,32 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     return app
 
 
+def make_scheduler(settings: Settings) -> Scheduler:
+    """The scheduler of an installation, before it has read any record."""
+    profile = replace(get_profile(settings.profile), spares=settings.spares, cool_down_s=settings.cool_down_s)
+    return Scheduler(profile, requests_of)
+
+
+def snapshot_file(settings: Settings) -> SnapshotFile:
+    """Where the snapshot of an installation is, and what it must have been made by."""
+    profile = f"{settings.profile} {settings.spares} {settings.cool_down_s}"
+    return SnapshotFile(path=Home.of(settings.home).snapshot, program=program(profile))
+
+
+async def replay(app: AppState) -> SnapshotFile:
+    """Take in the past: the snapshot of the log where there is one that can be used, then the records after it."""
+    views = Views(
+        installation=app.loop.installation,
+        scheduler=app.loop.scheduler,
+        counts=app.metrics.counts,
+        accounts=app.auth.accounts,
+    )
+    file = await asyncio.to_thread(snapshot_file, app.settings)
+    await asyncio.to_thread(file.restore, views, app.loop.log)
+    await app.loop.replay()
+    return file
+
+
 def _stale_s(app: AppState) -> float:
     since = app.loop.stale_since
     return 0.0 if since is None else app.clock.monotonic_s() - since
@@ -117,7 +148,7 @@ def _stale_s(app: AppState) -> float:
 
 def _names(settings: Settings) -> frozenset[str]:
     """Host names under which the service answers: those that it listens on, against DNS rebinding."""
-    everywhere = settings.host in ("0.0.0.0", "::")
+    everywhere = settings.host in ("0.0.0.0", "::") or settings.listen
     return frozenset({*LOOPBACK, settings.host.lower(), *(own_names() if everywhere else ())})
 
 
@@ -129,21 +160,31 @@ def make_engine(settings: Settings, home: Home) -> Engine:
     if settings.ray_address:
         return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(address=settings.ray_address))
     cpus = sum(node.cpus for node in wanted_nodes(settings))
-    engine = EngineSettings(host=LOCAL_HOST, cpus=cpus, warm=WARM, preload=PRELOAD)
+    listen = settings.listen or LOOPBACK_ADDRESS
+    engine = EngineSettings(host=own_host(settings), cpus=cpus, warm=WARM, preload=PRELOAD, listen=listen)
     return GatewayEngine(home, db_url=db_url(settings), settings=engine)
 
 
+def own_host(settings: Settings) -> str:
+    """Name of this machine in the engine: its host name once others may join, who have one too."""
+    return host_name() if settings.listen else LOCAL_HOST
+
+
 def wanted_nodes(settings: Settings) -> tuple[Node, ...]:
-    """The nodes of this installation: pretend ones, else this machine."""
+    """The nodes of this installation that its service knows of: pretend ones, else this machine."""
     if settings.pretend:
         return pretend_nodes(settings.pretend, host=LOCAL_HOST)
-    return (local_node(),)
+    return (located(local_node(own_host(settings)), read_topology(settings.root / FILE)),)
 
 
 def node_changes(app: AppState, wanted: Iterable[Node], alive: Container[str] = ()) -> list[Event]:
-    """What must be appended so that the log knows the wanted nodes, and of others only those that are ``alive``."""
+    """What must be appended so that the log knows the wanted nodes, and of others only those that are ``alive``.
+
+    One whose machine has another name by now is lost: the machine would be offered twice.
+    """
     known = app.loop.installation.nodes
     joined = {node.id: node for node in wanted}
+    renamed = {node.host for node in joined.values()}
     changes: list[Event] = [
         NodeJoined(node=node)
         for node in joined.values()
@@ -152,6 +193,8 @@ def node_changes(app: AppState, wanted: Iterable[Node], alive: Container[str] = 
     changes += [
         NodeLost(node=one, text="not part of the installation any more")
         for one, old in known.items()
-        if one not in joined and one not in alive and not old.lost
+        if one not in joined
+        and not old.lost
+        and (old.node.host in renamed or (one not in alive and old.node.host not in alive))
     ]
     return changes

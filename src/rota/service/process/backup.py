@@ -52,7 +52,7 @@ def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> BackupDocume
 
     The service may run meanwhile: the log only grows, and what is appended after the start is not part of the file.
     Checkpoints and tensors are not part of it. Raises BadInput, also when the file cannot be written, StoreUnavailable,
-    StoreCorrupt; then there is no file.
+    StoreCorrupt; then no file is left.
     """
     home = Home.of(settings.home)
     if out.exists():

@@ -16,7 +16,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 
 UP_TIMEOUT_S = 60.0
+UP_LOCK_S = 900.0
+"""Longest wait for another ``rota up`` or ``down``: it starts an engine, or lets jobs save and ends them."""
 STOP_JOBS_S = 60.0
 STOP_GRACE_S = 10.0
 HOLD_GRACE_S = 45.0
@@ -58,8 +61,13 @@ POLL_S, JOBS_POLL_S = 0.02, 0.1
 LOG_SHOWN_LINES = 20
 ROOM_MIN_BYTES = 2**20
 SERVE_MODULE, SUPERVISOR_MODULE = "rota.service.process.serve", "rota.service.process.supervisor"
+SNAPSHOT_MODULE = "rota.service.process.snapshot"
 PRESTARTED = "prestarted"
 PRIVATE = ("db_url", "redis_url", "token")
+ENGINE_SETTINGS = ("ray_address", "listen", "pretend")
+LISTENING = ("host", "port", *ENGINE_SETTINGS)
+"""What one ``up`` was given as flags, and the next one takes again."""
+LAST_UP = "last up"
 PARTS = {
     SERVE_MODULE: "service",
     SUPERVISOR_MODULE: "supervisor",
@@ -113,12 +121,14 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> UpDocument:
     from its log), Conflict, SchemaTooNew, StoreCorrupt, TimedOut.
     """
     home = Home.of(settings.home).make()
-    with process.locked(home.up_lock):
+    with process.locked(home.up_lock, wait_s=UP_LOCK_S):
         record = _wait_answer(home, timeout_s)
         started = record is None
         if record is None:
+            settings = as_before(settings, home)
             record = start_service(settings, home, timeout_s)
-        elif settings.pretend and settings.pretend != record.get("pretend"):
+            process.write_private(home.last_up, json.dumps(flags_of(settings, LISTENING)))
+        elif settings.origins.get("pretend", "default") != "default" and settings.pretend != record["pretend"]:
             has = record.get("pretend") or "this machine alone"
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
         ensure_supervisor(settings, home)
@@ -152,7 +162,7 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
         ended, left = _end_unrecorded(home, grace_s=grace_s)
         return _down_document(ended, left, [])
     home.make()
-    with process.locked(home.up_lock):
+    with process.locked(home.up_lock, wait_s=UP_LOCK_S):
         ended: list[str] = []
         left: list[ProcessId] = []
         stopped: list[str] = []
@@ -274,9 +284,28 @@ def _end_supervisor(home: Home) -> None:
         process.stop(supervisor.id, grace_s=0.0)
 
 
-def flags_of(settings: Settings) -> dict[str, object]:
-    """The settings that were given as flags."""
-    return {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}
+def flags_of(settings: Settings, names: Collection[str] = ()) -> dict[str, object]:
+    """The settings that were given as flags, now or at the last ``up``; those of ``names`` alone, if any are named."""
+    given = (name for name, origin in settings.origins.items() if origin in ("flag", LAST_UP))
+    return {name: getattr(settings, name) for name in given if not names or name in names}
+
+
+def as_before(settings: Settings, home: Home) -> Settings:
+    """The settings, listening where the last ``up`` was asked to, unless this one says otherwise.
+
+    Of the engine (its own or a given one, for other machines, pretended) all is forgotten once any of it is said:
+    ``--pretend none`` returns to this machine.
+    """
+    try:
+        known: JsonObject = json.loads(home.last_up.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return settings
+    said = {name for name, origin in settings.origins.items() if origin not in ("default", "listen")}
+    said |= set(ENGINE_SETTINGS) if said & set(ENGINE_SETTINGS) else set()
+    kept = {name: value for name, value in known.items() if name in LISTENING and name not in said}
+    if "listen" in kept and "host" not in said:
+        kept.setdefault("host", kept["listen"])
+    return replace(settings, **kept, origins={**settings.origins, **dict.fromkeys(kept, LAST_UP)})
 
 
 def _command(module: str, settings: Settings, home: Home, *, standby: bool = False) -> Spawn:
@@ -293,6 +322,11 @@ def _command(module: str, settings: Settings, home: Home, *, standby: bool = Fal
 def start_standby(settings: Settings, home: Home) -> process.Child:
     """A process that has imported the service and waits for ``start_service``; it ends with its parent."""
     return process.spawn(_command(SERVE_MODULE, settings, home, standby=True), name="service")
+
+
+def start_snapshot(settings: Settings, home: Home) -> process.Child:
+    """A process that brings the snapshot up to the log, and ends."""
+    return process.spawn(_command(SNAPSHOT_MODULE, settings, home), name="snapshot")
 
 
 def start_service(

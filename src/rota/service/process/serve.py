@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -88,13 +88,15 @@ def _patiently(take: Callable[[], None]) -> None:
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway continue without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
-    from rota.service.process.assembly import assemble, node_changes, open_store, wanted_nodes
+    from rota.service.process.assembly import assemble, node_changes, open_store, replay, wanted_nodes
     from rota.service.process.tasks import (
         keep_logs,
         keep_nodes,
+        keep_snapshot,
         not_known,
         show_life,
         wait_removed,
+        watch_hangs,
         watch_parts,
     )
     from rota.service.rest.app import make_app
@@ -108,10 +110,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     # 1. the past
-    await app.loop.replay()
+    snapshot = await replay(app)
     app.forecasts.begin()
-    if settings.ray_address:  # another installation may have taken its machines meanwhile
-        app.loop.unknown = not_known(app)
+    there: Container[str] = ()
+    if settings.ray_address or (settings.listen and app.engine.running):  # machines may have come or left meanwhile
+        app.loop.unknown, there = not_known(app), app.loop.installation.nodes.keys()
     # 2. the loop over the log, and the app
     turning = asyncio.create_task(app.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="app")
@@ -119,15 +122,19 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     keeping = asyncio.create_task(
         keep_logs(app.loop.installation.jobs, app.home, app.clock, settings.logs_kept_days), name="retention"
     )
-    # 3. what this machine has; a given engine is asked for its machines, again and again
-    if not settings.ray_address and (changes := node_changes(app, wanted_nodes(settings))):
+    # 3. what this machine has; an engine with others is asked for its machines, again and again
+    if not settings.ray_address and (changes := node_changes(app, wanted_nodes(settings), there)):
         await app.loop.append(changes)
-    looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if settings.ray_address else []
+    asks = settings.ray_address or settings.listen
+    looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if asks else []
     app.ready = True
     _record(app)
     gc.freeze()
     gc.enable()
-    watching = [asyncio.create_task(work, name="parts") for work in (show_life(app), watch_parts(app))]
+    watching = [
+        asyncio.create_task(work, name="parts")
+        for work in (show_life(app), watch_parts(app), watch_hangs(app), keep_snapshot(app, snapshot))
+    ]
     _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
     # 4. until a signal, the removal of the home, or the failure of a part
     waiting = asyncio.create_task(stopping.wait(), name="signal")

@@ -30,7 +30,7 @@ from rota.service.process.daemon import (
     start_service,
     start_standby,
 )
-from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
+from rota.spec.errors import NotReachable, RotaError, StoreCorrupt, TimedOut
 from rota.spec.resources import counted
 
 PULSE_MAX_S = 3 * LOOK_S
@@ -42,6 +42,8 @@ STANDBY_AFTER_S = 10.0
 STANDBY_FAILURES_MAX = 5
 """Standbys of one service that ended by themselves, each after twice the wait of the one before, until none follows."""
 END_S = 5.0
+UP_LOCK_S = 15.0
+"""Longest wait for a ``rota up`` or ``down`` before the next look."""
 
 _log = logging.getLogger("rota.service")
 
@@ -64,7 +66,7 @@ class Supervisor:
         """The last start failed as another process has its port."""
 
     def run(self) -> None:
-        """Until there is no record of a service."""
+        """Until the record of the service is gone."""
         while True:
             process.reap_adopted([] if self._standby is None else [self._standby.pid])
             with contextlib.suppress(StoreCorrupt):  # written over: the next start writes a whole one
@@ -135,9 +137,14 @@ class Supervisor:
         grace_s = 0.0 if which == self._hung else GRACE_S * 2 ** min(self._failures, DOUBLINGS_MAX)
         if self._clock.monotonic_s() - self._died_s < grace_s:
             return
-        with process.locked(self._home.up_lock):
-            if last_service(self._home) != record:  # rota up was faster
-                return
+        try:
+            with process.locked(self._home.up_lock, wait_s=UP_LOCK_S):
+                self._start_unless_started(record, which)
+        except TimedOut as error:  # looked at again soon: the holder may be a rota up that takes long
+            _log.error("the service is not started again yet: %s", error)
+
+    def _start_unless_started(self, record: ServiceRecord, which: ProcessId) -> None:
+        if last_service(self._home) == record:  # else rota up was faster
             # at the address that clients know; where any port would do, at another one when that is taken meanwhile
             port = self._settings.port if self._taken else urlsplit(record["url"]).port
             try:

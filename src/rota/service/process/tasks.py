@@ -1,4 +1,4 @@
-"""Background tasks of the service: its liveness file, its supervisor, the machines of a given engine, old logs."""
+"""Background tasks of the service: liveness file, supervisor, machines of a given engine, hangs, old logs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rota.runtime import process
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced, noted
 from rota.runtime.process import SUPERVISOR, RunFolder
-from rota.service.process.assembly import node_changes
-from rota.service.process.daemon import ensure_supervisor
+from rota.service.control.snapshot import SnapshotFile
+from rota.service.process.assembly import node_changes, wanted_nodes
+from rota.service.process.daemon import ensure_supervisor, start_snapshot
 from rota.service.rest.deps import AppState
+from rota.service.views.alerts import HANG_MIN_S, suspicion
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, RotaError, StoreUnavailable
 from rota.spec.events import PartReplaced
 from rota.spec.ids import JobId
+from rota.spec.states import JobState
 
+HANGS_S = 10.0
+"""Between two looks at the running jobs for one that may hang."""
 NODES_S = 2.0
 """Between two looks at a given engine: after 'ray start' a machine gets work within this time."""
 END_S = 5.0
+SNAPSHOT_EVERY = 5_000
+"""Records after the last snapshot from which on another one is made: a start reads them in about a second."""
+SNAPSHOT_LOOK_S = 5.0
+SNAPSHOT_REST_FACTOR = 9.0
+"""Pause after a snapshot, as a multiple of its duration: they take at most a tenth of a core."""
 SAME_S = 60.0
 """Notes of one process within this time are of one death."""
 LOGS_S = 3600.0
@@ -38,6 +49,23 @@ async def show_life(app: AppState) -> None:
         with contextlib.suppress(OSError):
             app.home.service_pulse.touch(mode=0o600)
         await app.clock.sleep(LOOK_S)
+
+
+async def keep_snapshot(app: AppState, file: SnapshotFile) -> None:
+    """Until cancelled: have a snapshot made whenever a start would have to read many records after the last one."""
+    while True:
+        while app.loop.installation.number - file.number() < SNAPSHOT_EVERY:
+            await app.clock.sleep(SNAPSHOT_LOOK_S)
+        began_s = app.clock.monotonic_s()
+        child = await asyncio.to_thread(start_snapshot, app.settings, app.home)
+        try:
+            status = await asyncio.to_thread(child.wait)
+        finally:
+            child.kill()
+        if status:
+            _log.error("no snapshot was made: its process ended with %s", status)
+        took_s = app.clock.monotonic_s() - began_s
+        await app.clock.sleep(max(SNAPSHOT_LOOK_S, SNAPSHOT_REST_FACTOR * took_s))
 
 
 async def wait_removed(home: Home, clock: Clock) -> None:
@@ -97,15 +125,18 @@ async def _log_replaced(app: AppState) -> None:
 
 def not_known(app: AppState, why: str = "it has not answered yet") -> str:
     """What jobs wait for until the engine has said which machines it has."""
-    return f"the machines of the engine at {app.settings.ray_address} are not known: {why}"
+    where = f" at {app.settings.ray_address}" if app.settings.ray_address else ""
+    return f"the machines of the engine{where} are not known: {why}"
 
 
 async def keep_nodes(app: AppState) -> None:
     """Until cancelled. Nothing is decided before the first answer; while one is awaited later, the known nodes stay."""
+    own = {} if app.settings.ray_address else {node.id: node for node in wanted_nodes(app.settings)}
     while True:
         try:
             found, alive = await app.engine.nodes()
-            if changes := node_changes(app, found, alive):
+            app.loop.unusable = app.engine.unusable
+            if changes := node_changes(app, ({node.id: node for node in found} | own).values(), alive):
                 await app.loop.append(changes)
             app.loop.decide_from_now()
         except (EngineUnavailable, StoreUnavailable) as error:
@@ -114,6 +145,38 @@ async def keep_nodes(app: AppState) -> None:
             if app.loop.unknown:
                 app.loop.unknown = text
         await app.clock.sleep(NODES_S)
+
+
+async def watch_hangs(app: AppState) -> None:
+    """Until cancelled: ask the master of each running job whose instances are silent for its wait graph."""
+    while True:
+        try:
+            await look_for_hangs(app)
+        except (EngineUnavailable, StoreUnavailable) as error:
+            _log.warning("looking for hangs later: %s", error)
+        await app.clock.sleep(HANGS_S)
+
+
+async def look_for_hangs(app: AppState) -> None:
+    """One look; a job that makes progress again, or has ended, is not suspected any more."""
+    running = [one for one in app.loop.installation.live.values() if one.state is JobState.RUNNING and one.master]
+    for gone in app.suspicions.keys() - {one.id for one in running}:
+        del app.suspicions[gone]
+    for job in running:
+        try:
+            await _look_at(app, job.id)
+        except EngineUnavailable as error:
+            _log.warning("looking later whether %s hangs: %s", job.id, error)
+
+
+async def _look_at(app: AppState, job: JobId) -> None:
+    beats = await app.engine.beats(job)
+    silent = any(max(one["idle_s"], one["age_s"]) >= HANG_MIN_S for one in beats.values())
+    found = suspicion(await app.engine.why(job), app.clock.wall_s()) if silent else None
+    before = app.suspicions.pop(job, None)
+    if found is not None:  # the same silence keeps its beginning, so that its alert keeps its id
+        same = before is not None and before.members == found.members
+        app.suspicions[job] = replace(found, since=before.since) if same and before is not None else found
 
 
 def old_jobs(jobs: Mapping[JobId, JobHistory], *, now: float, kept_days: float) -> list[JobId]:

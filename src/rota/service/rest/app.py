@@ -22,7 +22,7 @@ from rota.service.jobfile.problems import DISK_REMEDIES, Problem
 from rota.service.models.base import ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
 from rota.service.rest.deps import AppState, asked_line, auth_request
-from rota.service.rest.routes import accounts, cluster, jobs, page, streams
+from rota.service.rest.routes import accounts, cluster, files, jobs, machines, page, streams
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     JobFileError,
@@ -89,7 +89,16 @@ def application() -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for router in (jobs.router, streams.router, cluster.router, accounts.router, cluster.sim, page.router):
+    for router in (
+        jobs.router,
+        files.router,
+        streams.router,
+        cluster.router,
+        machines.router,
+        accounts.router,
+        cluster.sim,
+        page.router,
+    ):
         app.include_router(router, responses=_REFUSAL)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -113,7 +122,7 @@ class Guard:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        request_id = self._app.chance.fresh(60)
+        request_id = self._app.random_source.new_id(60)
         scope.setdefault("state", {}).update(request_id=request_id, app=self._app)
         method = scope["method"] if scope["method"] in METHODS else "other"
         scope = _as_routed(scope, scope["method"])

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import PRIVATE_FILE
 from rota.runtime.process import write_private
-from rota.runtime.random import Chance, secret_token
+from rota.runtime.random import RandomSource, secret_token
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
 from rota.service.models.accounts import AuditLine
 from rota.spec.codec import JsonObject
@@ -51,7 +51,7 @@ class AuthRequest:
     address: str = ""
 
 
-def ensure_token(path: Path, chance: Chance) -> str:
+def ensure_token(path: Path, random_source: RandomSource) -> str:
     """The admin token of the installation, made at the first start; its file can be read by its owner alone.
 
     Raises StoreCorrupt for a file that holds no whole token: whoever guesses the rest of it would be an admin.
@@ -65,14 +65,14 @@ def ensure_token(path: Path, chance: Chance) -> str:
                 hint="copy it from a back-up, or delete the file and start again for a new one (sessions then end)",
             )
         return found
-    _, token = fresh_token(chance)
+    _, token = fresh_token(random_source)
     write_private(path, token + "\n")
     return token
 
 
-def fresh_token(chance: Chance) -> tuple[str, str]:
+def fresh_token(random_source: RandomSource) -> tuple[str, str]:
     """The id of a new token, and the whole of it: ``rota_<id>_<secret>``."""
-    found = chance.fresh(40).lower()
+    found = random_source.new_id(40).lower()
     return found, f"rota_{found}_{secret_token()}"
 
 
@@ -90,7 +90,7 @@ class Auth:
     """
 
     clock: Clock
-    chance: Chance
+    random_source: RandomSource
     own: TokenMade
     hosts: frozenset[str]
     accounts: Accounts = field(default_factory=Accounts)
@@ -99,10 +99,10 @@ class Auth:
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
-    def of(token: str, *, clock: Clock, chance: Chance, hosts: frozenset[str]) -> Auth:
+    def of(token: str, *, clock: Clock, random_source: RandomSource, hosts: frozenset[str]) -> Auth:
         """``token`` is that of the installation; ``hosts`` are the names under which it is asked, without port."""
         own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
-        return Auth(clock=clock, chance=chance, own=own, hosts=hosts)
+        return Auth(clock=clock, random_source=random_source, own=own, hosts=hosts)
 
     def check(self, asked: AuthRequest) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
@@ -202,7 +202,7 @@ class Auth:
             queue = queue or parent.made.queue
             if not is_below(queue, parent.made.queue):
                 raise NotAllowed(f"queue {queue!r} is not below {parent.made.queue!r}, all that your token is for")
-        found, whole = fresh_token(self.chance)
+        found, whole = fresh_token(self.random_source)
         expires = None if ttl_s is None else now + ttl_s
         if parent is not None and user == caller.user and parent.made.expires_at is not None:
             expires = min(expires or parent.made.expires_at, parent.made.expires_at)
@@ -317,8 +317,10 @@ class Audit:
         if full:
             path.replace(_older(path))
 
-    def newest(self, count: int, *, user: str = "") -> list[AuditLine]:
+    def newest(self, count: int, *, user: str = "", text: str = "", before: str = "") -> list[AuditLine]:
         """The last requests, the newest first; of one user if named. A line that a crash cut short is left out.
+
+        ``text``: only those with it in the path, user or address. ``before``: only those older than ``audit_cursor``.
 
         ``status`` is None of one that is under way or whose service died before it answered.
         """
@@ -329,13 +331,24 @@ class Audit:
                 open_ones.get(line.get("request_id", ""), {}).update(line)
                 if "status" in line:
                     open_ones.pop(line.get("request_id", ""), None)
-            elif not user or line.get("user") == user:
+            elif (not user or line.get("user") == user) and _wanted(line, text, before):
                 found.append(line)
                 if line.get("status") is None:
                     open_ones[line.get("request_id", "")] = line
-        strangers = deque([] if user else _lines(self._anonymous_path), maxlen=count)
+        others = () if user else (one for one in _lines(self._anonymous_path) if _wanted(one, text, before))
+        strangers = deque(others, maxlen=count)
         newest = list(merge(found, strangers, key=lambda line: line["at"]))[: -count - 1 : -1]
         return cast("list[AuditLine]", newest)
+
+
+def audit_cursor(line: Mapping[str, Any]) -> str:
+    """The place of a line among all: its time, and its request where several have one time."""
+    return f"{line['at']},{line.get('request_id', '')}"
+
+
+def _wanted(line: Mapping[str, Any], text: str, before: str) -> bool:
+    where = f"{line.get('method')} {line.get('path')} {line.get('user')} {line.get('address')}".lower()
+    return text.lower() in where and (not before or audit_cursor(line) < before)
 
 
 def _older(path: Path) -> Path:

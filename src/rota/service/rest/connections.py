@@ -65,7 +65,7 @@ class Connections:
         self._full = RateLimitedLog(now)
 
     def admit(self, one: Connection, address: str) -> bool:
-        """Take a new connection in, another may have to go for it; False when there is no room."""
+        """Accept a connection, closing another one for it if needed; False when the limit is reached."""
         if self._of[address] >= self.most_of_address:
             room = self._make_room(address)
         else:

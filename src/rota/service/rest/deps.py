@@ -19,17 +19,20 @@ from starlette.types import Scope
 from rota.cluster.core.jobs import Wait
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.runtime.random import Chance
+from rota.runtime.random import RandomSource
 from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Redactor
 from rota.service.config import Settings
 from rota.service.control.engine import Engine
 from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
+from rota.service.control.job_files import SeenLogs
 from rota.service.control.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.models.jobs import JobDocument
 from rota.service.rest.auth import COOKIE, SAFE_METHODS, Audit, Auth, AuthRequest
+from rota.service.rest.machine_names import MachineNames
+from rota.service.views.alerts import Suspicion
 from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import HeartbeatFields, job_document, outlined
 from rota.service.webhooks import Notifier
@@ -42,6 +45,7 @@ STREAMS_MAX, STREAMS_OF_USER_MAX = 1024, 64
 EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
 """Commands that run beside instances at once, in all and of one user; each is a request that the gateway holds."""
 STOP_TRIES_MAX = 20
+MACHINES_PATH = "/api/v1/machines"
 AUDITED_PATH_MAX = 200
 """Characters of a path that the audit keeps: a stranger may send any."""
 
@@ -71,7 +75,7 @@ class AppState:
     settings: Settings
     home: Home
     clock: Clock
-    chance: Chance
+    random_source: RandomSource
     loop: ServiceLoop
     forecasts: Forecasts
     intake: Intake
@@ -84,11 +88,17 @@ class AppState:
     version: str
     pid: int
     started_at: float
+    machines: MachineNames
     ready: bool = False
     streams_of: Counter[str] = field(default_factory=Counter[str])
     """Open streams, by user."""
     execs: Counter[str] = field(default_factory=Counter[str])
     """Commands that run beside instances, by user."""
+    seen_logs: SeenLogs = field(default_factory=SeenLogs)
+    suspicions: dict[JobId, Suspicion] = field(default_factory=dict[JobId, Suspicion])
+    """Running jobs that may hang, as the watch over their masters last saw it."""
+    check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while machines are checked: a second check would slow the first."""
     outlook_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
@@ -140,6 +150,11 @@ class AppState:
     def wait_of(self, job: JobId) -> Wait | None:
         """Why a job waits now, as the scheduler sees it."""
         return self.loop.scheduler.wait_of(job, self.clock.wall_s())
+
+    def suspected(self, job: JobId) -> str:
+        """Why a running job may hang; empty while nothing says so."""
+        found = self.suspicions.get(job)
+        return "" if found is None else found.text
 
     def close_stream(self, user: str) -> None:
         """A long answer is over."""
@@ -226,6 +241,8 @@ async def caller_of(request: Request) -> Caller:
     if request.method not in SAFE_METHODS:
         app.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
+    if caller.joins_only and not request.scope["route"].path.startswith(MACHINES_PATH):
+        raise NotAllowed("this token is for joining machines alone", hint="use one of another role, or ask an admin")
     _refuse_unknown_parameters(request)
     return caller
 
@@ -290,7 +307,8 @@ class JobAccess:
         app, job = self.app, self.job
         output = job.spec.output or str(app.home.job(job.id).output)
         url = f"{app.settings.url}/jobs/{job.id}"
-        found = job_document(job, app.clock.wall_s(), app.wait_of, beats, output=output, url=url)
+        suspected = app.suspected(job.id) if self.caller.reads(job) else ""
+        found = job_document(job, app.clock.wall_s(), app.wait_of, beats, suspected=suspected, output=output, url=url)
         return app.redacted(self.caller, found if self.caller.reads(job) else outlined(found))
 
     def redacted(self, document: T) -> T:

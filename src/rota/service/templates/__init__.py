@@ -6,7 +6,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 
 SCRIPT_SUFFIX = ".txt"
-"""Scripts of templates carry it in the package, so that they are no modules of Rota."""
+"""Scripts of templates carry it in the package, so that they are not modules of Rota."""
 
 
 def _templates() -> Traversable:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
 from rota.cluster.sim.report import jain, spread_of
-from rota.service.models.base import document
+from rota.service.models.base import Why, document
 from rota.service.models.cluster import (
     ClusterTotals,
     DeviceRow,
@@ -30,8 +31,21 @@ from rota.service.views.job_history import JobHistory
 from rota.service.views.reasons import stated, used_in
 from rota.spec.errors import BadInput
 from rota.spec.ids import NodeId
+from rota.spec.reasons import Reason
 from rota.spec.resources import CORES_LABEL, Health, Node, counted
 from rota.spec.states import JobState
+
+
+def no_usable_node(installation: Installation, unusable: Sequence[Mapping[str, Any]]) -> Why | None:
+    """Why the cluster has no node: what each machine of the engine lacks, and the commands; None where it has one.
+
+    ``unusable`` has ``machine``, ``why`` and ``remedy`` of each.
+    """
+    if any(True for _ in installation.usable_nodes()):
+        return None
+    parts = [f"{one['machine']}: {one['why']} ({one['remedy']})" for one in unusable]
+    text = f"no machine can be used: {'; '.join(parts)}" if parts else "the engine has no machine; see: rota status"
+    return Why(code=Reason.NO_USABLE_NODE, text=text, fields={"machines": [dict(one) for one in unusable]})
 
 
 def node_list(installation: Installation) -> NodeList:

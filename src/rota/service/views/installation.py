@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from rota.cluster.live import queue_from_json
+from rota.runtime.clock import iso
 from rota.service.views.job_history import JobHistory, begin_history
 from rota.spec import events as e
 from rota.spec.errors import BadInput, UnknownName, did_you_mean
@@ -17,6 +18,8 @@ from rota.spec.resources import Device, Health, Node
 
 REPLACED_MAX = 100
 """Replaced parts that are remembered, the newest."""
+ACKNOWLEDGED_MAX = 10_000
+"""Acknowledged alerts that are remembered, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,15 @@ class NodeStatus:
     """When the jobs on a drained node must have left it, in Unix seconds; None: they stay to their end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """Who has seen an alert, when, and the note left."""
+
+    by: str
+    at_text: str
+    text: str
+
+
 @dataclass(slots=True)
 class Installation:
     """Everything the log says; changed by ``apply`` alone, from one thread."""
@@ -52,6 +64,10 @@ class Installation:
     service: e.ServiceStarted | None = None
     engine_volatile: e.EngineStateVolatile | None = None
     replaced: deque[e.PartReplaced] = field(default_factory=lambda: deque(maxlen=REPLACED_MAX))
+    acknowledged: dict[str, Acknowledgement] = field(default_factory=dict)
+    """By the id of the alert."""
+    webhooks: dict[str, tuple[e.WebhookSet, int]] = field(default_factory=dict)
+    """By id, with the number of the record that made each."""
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a repeated one changes nothing."""
@@ -59,7 +75,7 @@ class Installation:
             return
         self.number = record.number
         if record.job is None:
-            self._cluster(record.at, record.event)
+            self._cluster(record.number, record.at, record.event)
         elif isinstance(record.event, e.JobSubmitted):
             self._submitted(record)
         elif (job := self.jobs.get(record.job)) is not None:
@@ -74,7 +90,7 @@ class Installation:
         if job.submitted.idempotency_key:
             self.keys[job.submitted.user, job.submitted.idempotency_key] = job.id
 
-    def _cluster(self, at: float, event: e.Event) -> None:
+    def _cluster(self, number: int, at: float, event: e.Event) -> None:
         match event:
             case e.ServiceStarted():
                 self.service, self.engine_volatile = event, None
@@ -90,6 +106,15 @@ class Installation:
                 self.engine_volatile = event
             case e.PartReplaced():
                 self.replaced.append(event)
+            case e.WebhookSet(id=one):
+                self.webhooks[one] = (event, number)
+            case e.WebhookRemoved(id=one):
+                self.webhooks.pop(one, None)
+            case e.AlertAcknowledged(alert=alert, by=by, text=text):
+                self.acknowledged.pop(alert, None)
+                self.acknowledged[alert] = Acknowledgement(by=by, at_text=iso(at), text=text)
+                if len(self.acknowledged) > ACKNOWLEDGED_MAX:
+                    del self.acknowledged[next(iter(self.acknowledged))]
             case _:
                 pass
 

@@ -11,14 +11,14 @@ from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import bindings
-from rota.job.core.shutdown import source_of
+from rota.job.core.survival import source_of
 from rota.spec import events as e
 from rota.spec.events import InstanceLost, JobEnded, Record
 from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState, Level
+from rota.spec.states import AskState, InstanceState, JobState, Level
 
 Key = tuple[str, int]
 STATE_CHANGES_MAX = 200
@@ -96,7 +96,10 @@ class Recovery:
     joined_by: int | None = None
     lost_commits: int = 0
     restored_from: str = ""
-    """Where the state of commit ``restore`` was: ``memory``, ``checkpoint``, ``start``; empty when no role had any."""
+    """Where the state of commit ``restore`` was: ``memory``, ``peer``, ``checkpoint``, ``start``.
+
+    Empty when no role had any.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +130,8 @@ class JobHistory:
     edits: list[Edit] = field(default_factory=list)
     ended: e.JobEnded | None = None
     ended_at: float | None = None
+    ran_on: dict[NodeId, set[InstanceId]] = field(default_factory=dict)
+    """Every node that had a process of the job, with the instances that it had."""
 
     @property
     def state(self) -> JobState:
@@ -146,6 +151,12 @@ class JobHistory:
     def version(self) -> int:
         """Counts the edits, from 1: what ``If-Match`` of a change is compared with."""
         return 1 + len(self.edits)
+
+    @property
+    def commits(self) -> tuple[int, ...]:
+        """Commits at which the job can enter again: 0 is its start; the last one lies in memory alone until it ends."""
+        last = () if self.ended else (self.ctx.committed,)
+        return tuple(sorted({0, *(one.n for one in self.ctx.checkpoints), *last}))
 
     @property
     def queue(self) -> str:
@@ -178,7 +189,9 @@ class JobHistory:
         ctx = self.ctx
         assert ctx.placement is not None
         used = {(gang, bundle.index) for gang, bundle in ctx.bound.values()}
-        used |= {(ask.gang, i) for ask in ctx.asks if ask.state != "granted" for i in range(len(ask.members))}
+        used |= {
+            (ask.gang, i) for ask in ctx.asks if ask.state is not AskState.GRANTED for i in range(len(ask.members))
+        }
         going = {one.id for one in ctx.instances.values() if one.doomed}
         if going:
             first = bindings(self.spec, ctx.placement)
@@ -254,6 +267,7 @@ class JobHistory:
             if one.process is not None and one.process.pid:
                 process = one.process
                 known.node, known.pid, known.start_time = process.node, process.pid, process.start_time
+                self.ran_on.setdefault(process.node, set()).add(one.id)
             if one.error is not None and one.error is not old.error:
                 known.error, known.error_at = _reported(one.error, event), at
                 self.unclaimed.append((at, known.error))
@@ -317,7 +331,7 @@ class JobHistory:
                     move_reason=event.move_reason,
                 )
             case e.RolledBack(from_commit=old, to_commit=new):
-                if before.open_failover is None and new < old:
+                if before.open_failover is None and new < old and before.resume_from is None:
                     self._came_back_without(at, event)
                 if self.failures and self.failures[-1].ended_at is None:
                     last = self.failures[-1]

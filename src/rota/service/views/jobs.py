@@ -68,7 +68,8 @@ def phase(job: JobHistory) -> str:
     """What the job does now inside its state, in words; empty when the state says it all."""
     match job.state:
         case JobState.SUBMITTED:
-            return "inspecting workloads"
+            packages = any(job.spec.packages_of(role) for role in job.spec.roles)
+            return "installing packages and inspecting workloads" if packages else "inspecting workloads"
         case JobState.ADMITTED:
             return "its devices are being reserved" if job.master_is_current else "its master is being started"
         case JobState.CHECKING:
@@ -96,7 +97,7 @@ def _checks(job: JobHistory) -> str:
     """The first of the processes that have not found their node fit yet."""
     behind = [one for one in job.instances.values() if one.state is InstanceState.STARTING]
     names = ", ".join(f"{one.id} on {job.ctx.bundle(one.id)[1].node}" for one in behind[:3])
-    return f"{names}{' ...' if len(behind) > 3 else ''}: the process comes up and checks its node"
+    return f"{names}{' ...' if len(behind) > 3 else ''}: starting, checking node"
 
 
 def _readiness(job: JobHistory) -> str:
@@ -139,8 +140,8 @@ def moved_text(reason: Reason, for_job: str) -> str:
     return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
 
 
-def job_summary(job: JobHistory, now: float, wait_of: WaitOf) -> JobRow:
-    """One row of a list of jobs."""
+def job_summary(job: JobHistory, now: float, wait_of: WaitOf, suspected: str = "") -> JobRow:
+    """One row of a list of jobs; ``suspected`` is why it may hang, if it runs."""
     reason, text = reason_of(job, wait_of)
     active = [one for one in job.instances.values() if one.now.active]
     return document(
@@ -160,6 +161,7 @@ def job_summary(job: JobHistory, now: float, wait_of: WaitOf) -> JobRow:
         gpus=sum(role.res.gpus * role.replicas_min for role in job.spec.roles),
         nodes=job.placement.nodes if job.placement and not job.state.terminal else (),
         progress=_progress(job),
+        suspected=suspected if job.state is JobState.RUNNING else "",
     )
 
 
@@ -169,6 +171,7 @@ def job_document(
     wait_of: WaitOf,
     beats: Mapping[str, HeartbeatFields] | None = None,
     *,
+    suspected: str = "",
     output: str = "",
     url: str = "",
 ) -> JobDocument:
@@ -178,7 +181,7 @@ def job_document(
     """
     return document(
         JobDocument,
-        job_summary(job, now, wait_of),
+        job_summary(job, now, wait_of, suspected),
         job,
         job.submitted,
         roles=[_role(job, role) for role in job.spec.roles],
@@ -252,8 +255,9 @@ _WEIGHTS = ("edge", "state", "held", "behind", "behind_s")
 
 
 def _progress(job: JobHistory) -> Progress | None:
-    commit = job.commit
-    return None if commit is None else document(Progress, commit, commit=commit.n, at=job.commit_at)
+    if (commit := job.commit) is None:
+        return None
+    return document(Progress, commit, commit=commit.n, commits=job.commits, at=job.commit_at)
 
 
 def _run_s(job: JobHistory, now: float) -> float:
@@ -328,6 +332,7 @@ def job_list(
     sort: JobSort = "submitted",
     limit: int = LIMIT_MAX,
     cursor: str = "",
+    suspected: Callable[[JobHistory], str] = lambda _: "",
 ) -> JobList:
     """In the order of ``sort``. ``next`` is the cursor of the next page; what is submitted meanwhile moves nothing."""
     bad = [state for state in wanted.states if state not in FILTER_STATES]
@@ -340,7 +345,7 @@ def job_list(
     page = fits[:limit]
     return document(
         JobList,
-        items=[job_summary(one, now, wait_of) for _, one in page],
+        items=[job_summary(one, now, wait_of, suspected(one)) for _, one in page],
         next=_write_cursor(page[-1][0], sort) if len(fits) > limit else None,
     )
 

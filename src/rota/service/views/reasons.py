@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from math import inf
@@ -25,6 +26,7 @@ from rota.service.models.reasons import (
     QueueUse,
     ReplacedMaster,
     RolePlan,
+    StartForecast,
     StartingRow,
     WaitGraphDocument,
 )
@@ -33,13 +35,16 @@ from rota.service.views.job_history import JobHistory, Recovery, culprit_of, cul
 from rota.service.views.jobs import job_error, moved_text, phase, reason_of
 from rota.spec import codec
 from rota.spec.events import InstanceLost, PartReplaced
+from rota.spec.ids import NodeId
+from rota.spec.job import RoleSpec, SizedPlan
 from rota.spec.reasons import INFO
-from rota.spec.resources import Res
+from rota.spec.resources import Res, counted
 from rota.spec.states import InstanceState, JobState
 
 Dim = Literal["gpus", "cpus"]
 BLOCKERS_MAX = 10
 DECISIONS_MAX = 20
+NODES_NAMED = 8
 
 
 def explanation(
@@ -52,15 +57,15 @@ def explanation(
 ) -> Explanation:
     """The document. Of a job that waits now ``found`` is what the scheduler says of it, and ``estimate`` its start.
 
-    ``undecided`` says why nothing is decided at all now; then there is no estimate.
+    ``undecided`` says why nothing is decided now; the estimate is then empty.
     """
     reason, text = reason_of(job)
     why = None if reason is None else Why(code=reason, text=text, fields=_fields(job))
-    if found is not None and undecided is not None:
+    waiting = job.state in (JobState.SUBMITTED, JobState.QUEUED)
+    if waiting and undecided is not None:
         why = undecided
     elif found is not None and (wait := found.why) is not None:
         why = Why(code=wait.reason, text=wait.text or INFO[wait.reason].text, fields=wait.fields)
-    waiting = job.state in (JobState.SUBMITTED, JobState.QUEUED)
     answer = found or SchedulerExplanation(job=job.id, state=job.state, starts_now=False, why=None)
     return document(
         Explanation,
@@ -76,7 +81,7 @@ def explanation(
         starts_now=answer.starts_now and not undecided,
         blocked_by=_blockers(job, installation) if waiting else (),
         placement=_placement(job),
-        plans=[document(RolePlan, one, role=role.name) for role in job.spec.roles for one in role.plans],
+        plans=[row for role in job.spec.roles for row in _plans(job, role)],
         decisions=_decisions(job),
         see=f"rota why {job.id}" if job.state is JobState.RUNNING else f"rota show {job.id}",
     )
@@ -85,6 +90,19 @@ def explanation(
 def estimate_document(found: Estimate, age_s: float | None) -> EstimateDocument:
     """When a job would start, as people read it; ``age_s`` is how long ago that was played."""
     return document(EstimateDocument, found, age_s=None if age_s is None else round(age_s, 1))
+
+
+def start_forecast(found: SchedulerExplanation, estimate: EstimateDocument | None) -> StartForecast:
+    """What the scheduler says of a job that waits, or would say; a job that starts now needs no ``estimate``."""
+    wait = found.why
+    why = None if wait is None else Why(code=wait.reason, text=wait.text or INFO[wait.reason].text, fields=wait.fields)
+    return document(
+        StartForecast,
+        found,
+        why=why,
+        ahead=document(Ahead, jobs=found.ahead_jobs, gpus=found.ahead_gpus),
+        estimate=None if found.starts_now else estimate,
+    )
 
 
 def _fields(job: JobHistory) -> Fields:
@@ -155,6 +173,42 @@ def _placement(job: JobHistory) -> PlacedOn | None:
     if job.placement is None or not job.state.holds_devices:
         return None
     return document(PlacedOn, job.placement, why=job.attempts[-1].why)
+
+
+def _plans(job: JobHistory, role: RoleSpec) -> list[RolePlan]:
+    """The plan of each size of a role; of the one that runs also where it lies and why it is this one."""
+    active = job.ctx.active_of(role.name) if job.state.holds_devices else ()
+    size = next((one.replicas for one in role.plans if one.replicas == len(active)), 0)
+    nodes = Counter(bundle.node for one in active if (bundle := job.bundle_of(one.id)) is not None)
+    return [
+        document(
+            RolePlan,
+            one,
+            role=role.name,
+            current=one.replicas == size,
+            placed=_placed(job, role, one, nodes) if one.replicas == size else "",
+        )
+        for one in role.plans
+    ]
+
+
+def _placed(job: JobHistory, role: RoleSpec, plan: SizedPlan, nodes: Mapping[NodeId, int]) -> str:
+    """Where the plan that runs lies, the rule that it keeps, and why it is this size: what the others would take."""
+    where = ", ".join(f"{node} ({count})" for node, count in sorted(nodes.items())[:NODES_NAMED])
+    more = f" and {len(nodes) - NODES_NAMED} more nodes" if len(nodes) > NODES_NAMED else ""
+    rule = f"; each {plan.together} in a row must be on one node" if plan.together > 1 and len(role.plans) == 1 else ""
+    text = f"Runs with {counted(plan.replicas, 'instance')} on {where}{more}{rule}."
+    if chosen := job.attempts[-1].why.get("choice"):
+        return f"{text} Started as {chosen}"
+    others = [one for one in role.plans if one is not plan and one.step_s]
+    if not plan.step_s or not others:
+        return text
+    told = (
+        f"{counted(one.replicas, 'instance')} {one.step_s:.3g} s a step, "
+        + ("slower" if one.step_s > plan.step_s else f"for {one.replicas - plan.replicas} more")
+        for one in others
+    )
+    return f"{text} Predicted {plan.step_s:.3g} s a step; its other sizes: {'; '.join(told)}."
 
 
 def _decisions(job: JobHistory) -> list[Decision]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from rota.runtime import environ
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.random import Chance, SystemChance
+from rota.runtime.random import RandomSource, SystemRandom
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import core, errors, inspect
@@ -25,7 +25,7 @@ from rota.tensors.core import Json, Tensor, check_count, check_only
 from rota.tensors.inspect import Location
 from rota.tensors.locks import PIN_MARK
 from rota.tensors.reader import Snapshot, chosen, selector_of
-from rota.tensors.registry import Row, ScriptRefused
+from rota.tensors.registry import PartBlock, Row, ScriptRefused
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
 from rota.tensors.writer import Life, Pending, PublishOrder, Version, lay_out
 
@@ -172,14 +172,21 @@ class Plane:
     ) -> Plane:
         """Join (or start) the registry and become one of its clients."""
         clock: Clock = SystemClock()
-        chance: Chance = SystemChance()
+        random_source: RandomSource = SystemRandom()
         always = environ.get(SEALED) == "1" if sealed is None else sealed
         with errors.file_errors(), redis_server.registry_lock(home):
             was_ended = redis_server.was_ended(home)
             server = redis_server.find_or_start(home, url=url, keep=keep)
             try:
                 session = Session(
-                    home, server, namespace, clock=clock, chance=chance, sealed=always, url=url, keeper=keeper
+                    home,
+                    server,
+                    namespace,
+                    clock=clock,
+                    random_source=random_source,
+                    sealed=always,
+                    url=url,
+                    keeper=keeper,
                 )
             except BaseException:
                 if server.ours and was_ended:  # it was started for this client alone
@@ -422,7 +429,7 @@ class Plane:
         return self._pin(name, label)
 
     def _pin(self, name: str, label: str | None, selector: str = "") -> Pin:
-        holder = f"{PIN_MARK}{core.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
+        holder = f"{PIN_MARK}{core.check_label(self.label if label is None else label)}:{SystemRandom().new_id(48)}"
         try:
             version = self._session.pin(holder, name, selector)
         except ScriptRefused as refused:
@@ -446,7 +453,7 @@ class Plane:
         if (found := self.version_of(tensor)) is None:
             raise errors.NotFound("this tensor is not a view of a shared tensor")
         name, version = found
-        pinned = "" if holder is None else self._pin(name, holder, f"v{version}").holder
+        pinned = "" if holder is None else self._pin(name, holder, f"h{version}").holder
         return TensorRef(namespace=self._space.namespace, name=name, version=version, holder=pinned)
 
     def version_of(self, tensor: Tensor) -> tuple[str, int] | None:
@@ -489,7 +496,7 @@ class Plane:
         row = self._space.retry(lambda: self._space.find_row(name))
         if row is None:
             raise self._space.not_found(name)
-        return row
+        return self._space.with_leases([row])[0]
 
     def stats(self) -> inspect.Stats:
         """Bytes, leases and counts of the namespace and of this process."""
@@ -558,6 +565,9 @@ class Plane:
     def close(self) -> None:
         """Leave the namespace; views that still live keep their bytes. The last client ends a server not kept."""
         self._session.close(at_exit=False)
+        with _planes_lock:  # else its memory and its files stay open as long as the process lives
+            for key in [key for key, plane in _planes.items() if plane is self]:
+                del _planes[key]
 
     def __enter__(self) -> Plane:
         return self
@@ -586,14 +596,21 @@ class Plane:
 
     def _view_pending(self, pending: Pending, as_: str) -> Tensor:
         """A leased view of a version that only its writer may see."""
-        space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
-        held = space.retry(lambda: self._reader.lease(wanted, sealed=False))[1][0][0]
+        space, reserved = self._space, pending.reserved
+        if pending.ask.direct:
+            block = PartBlock(
+                version=reserved.version, seg=reserved.seg, offset=reserved.offset, bytes=pending.ask.block
+            )
+            held = space.leases.hold_own(block)[0]
+        else:
+            wanted = [(pending.name, f"v{reserved.version}")]
+            held = space.retry(lambda: self._reader.lease(wanted, sealed=False))[1][0][0]
         if pending.place is not None:
             return self._writer.view_on_device(pending, held.holder, as_)[pending.name]
         return view_of(pending.draft.tensors[0], held.holder, held.base, as_)
 
     def _rows(self, prefix: str = "") -> list[Row]:
-        return self._space.retry(lambda: self._space.registry.ls_all(prefix))
+        return self._space.retry(lambda: self._space.rows(prefix))
 
     def _singles(self, prefix: str) -> list[str]:
         return [row.name for row in self._rows(prefix) if row.version and row.kind == "t"]

@@ -1,12 +1,12 @@
 """Streams of a namespace: bounded channels of records with tensors, and events of names.
 
-A record is a group named ``<channel>/#<number>``, so leases, sweeps, quotas and recovery hold for it as for any name.
-It is *taken* as long as a process leases it: when its consumer dies, the sweep ends the lease and the record is the
-first again. No list can disagree with the records.
+The records of a channel lie in shared memory that its users lock in turn (``records.py``, ``ring.py``); neither put nor
+take asks the registry. A record is *taken* as long as its consumer lives: when that dies, it is the first again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -14,23 +14,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput, RegistryUnavailable
 from rota.tensors import errors
-from rota.tensors.arrays import source_of
+from rota.tensors.arrays import TensorSource, source_of
 from rota.tensors.core import Json, Tensor, check_count, check_name
-from rota.tensors.reader import ChannelRecord
+from rota.tensors.errors import failpoint
+from rota.tensors.records import META_BYTES_MAX, ChannelRecord, Moved, OpenRing, repeated
 from rota.tensors.registry import RedisMachine, ScriptRefused, refusal
+from rota.tensors.ring import IDLE, ITEMS, ITEMS_WANTED, MARK, OPEN, ROOM, ROOM_WANTED, Record, Ring
 from rota.tensors.session import Session
 from rota.tensors.space import Space
-from rota.tensors.writer import Life, PublishOrder
+from rota.tensors.writer import PublishOrder
 
-META_BYTES_MAX: Final = 64 << 10
 _ITEMS_MAX: Final = 16_384
 _RECHECK_S: Final = 0.1
-_POLL_FIRST_S: Final = 0.0002
-_POLL_MAX_S: Final = 0.02
-_MARK: Final = "/#"
+_WAKE_SHARE, _WAKE_OF = 3, 4
+"""A producer without room is woken when at most this share of it is taken: not at each record."""
 
 
 class Channel:
@@ -46,98 +45,184 @@ class Channel:
             raise BadInput(f"full={full!r}: block or drop_oldest; records spill by themselves with ROTA_SPILL_DIR")
         check_count("items_max", items_max, 1, _ITEMS_MAX)
         self.name = check_name(name)
-        self._prefix = name + _MARK
-        check_name(f"{self._prefix}{0:020d}")
-        self._session, self._space, self._order = session, session.space, order
+        check_name(f"{name}{MARK}{0:020d}")
+        self._session, self._space, self._rings, self._order = session, session.space, session.rings, order
         self._items_max, self._full, self._fenced = items_max, full, not (order.label and order.epoch)
+        self._fences: int | None = None
         self.dropped: Counter[str] = Counter()
 
     def put(self, tensors: Mapping[str, Tensor], meta: Json = None, *, timeout_s: float = 0.0) -> int:
-        """Append a record, waiting ``timeout_s`` for room; its number. Raises BackPressure, else as ``Plane.put``."""
-        if len(json.dumps(meta)) > META_BYTES_MAX:
+        """Append a record, waiting ``timeout_s`` for room; its number. Tensors on a device are copied to the CPU, where
+        consumers get them. Raises BackPressure, else as ``Plane.put``."""
+        text = json.dumps(meta)
+        if len(text) > META_BYTES_MAX:
             raise BadInput(f"meta of a record takes over {META_BYTES_MAX} bytes; put it into a tensor")
         sources = {str(key): source_of(value) for key, value in tensors.items()}
         self._fence()
-        number = self._space.retry(self._space.registry.next)
-        name, life = f"{self._prefix}{number:020d}", Life(room=self._items_max)
-        deadline_s, delay_s = self._space.deadline_s(timeout_s), _POLL_FIRST_S
+        deadline_s = self._space.deadline_s(timeout_s)
         while True:
-            try:
-                self._session.writer.publish(name, "g", sources, self._order, life, meta)
+            found, number, seen = repeated(lambda: self._put(sources, text))
+            if number is not None:
+                self._space.counters["puts"] += 1
                 return number
-            except errors.BackPressure:
-                if self._full == "drop_oldest" and self._drop_oldest():
-                    continue
-                if self._space.clock.monotonic_s() >= deadline_s:
-                    raise
-            blocking_sleep(delay_s)
-            delay_s = min(2 * delay_s, _POLL_MAX_S)
+            left_s = deadline_s - self._space.clock.monotonic_s()
+            if left_s <= 0:
+                full = f"{self.name}: the channel holds {seen[1]} records"
+                raise errors.BackPressure(full, name=self.name, depth=seen[1])
+            found.wait(ROOM, seen[0], min(left_s, _RECHECK_S))
 
     def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[ChannelRecord]:
         """The next records that no consumer has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
-        space, order = self._space, self._order
+        space = self._space
+        check_count("n_max", n_max, 1)
         self._fence()
         deadline_s = space.deadline_s(timeout_s)
-        check_count("n_max", n_max, 1)
         while True:
-            seen = space.table.creations
-            try:
-                found = self._session.reader.take(self._prefix, n_max, order.label, order.epoch, as_)
-            except ScriptRefused as refused:
-                refusal(refused, self.name, epoch=order.epoch)
+            created = space.table.creations
+            ring, seen, found = repeated(lambda: self._take(n_max, as_))
             left_s = deadline_s - space.clock.monotonic_s()
             if found or left_s <= 0:
                 return found
-            self._session.reader.wait_change(0, seen, min(left_s, _RECHECK_S))
+            if ring is None:
+                self._session.reader.wait_change(0, created, min(left_s, _RECHECK_S))
+            else:
+                ring.wait(ITEMS, seen, min(left_s, _RECHECK_S))
 
-    def ack(self, record: ChannelRecord) -> None:
-        """The record is done with: it goes, and its bytes with its last view.
+    def ack(self, *records: ChannelRecord) -> None:
+        """The records are done with: they go, and their bytes with their last views. Several at once cost little more
+        than one.
 
-        Raises StaleEpoch when a later epoch took over from this process: the record is its successor's. Raises
-        ProtocolBreach for a record that was given back or acknowledged before.
+        Raises StaleEpoch when a later epoch took over from this process: the records are its successor's. Raises
+        ProtocolBreach for one that was given back or acknowledged before, when all others are acknowledged.
         """
-        space, order = self._space, self._order
-        if record.lease is None:
+        left = [record for record in records if record.lease is None]
+        for record in repeated(lambda: self._ack([record for record in records if record.lease is not None])) + left:
             text = f"{record.name} is not this consumer's any more: it was given back or acknowledged"
             raise errors.ProtocolBreach(text, rule="ack", name=record.name)
-        try:
-            space.delete(record.name, label=order.label, epoch=order.epoch)
-        except ScriptRefused as refused:
-            refusal(refused, record.name, epoch=order.epoch)
-        record.lease = None
 
     def nack(self, record: ChannelRecord, reason: str = "") -> None:
         """Give a record back: it is the first again, for any consumer. Its tensors must not be used any more."""
         record.tensors.clear()
-        record.lease = None
         self.dropped[f"nack: {reason}"] += 1
-        self._session.release_ended()
+        record.lease = None
+        repeated(lambda: self._give_back([record.place], record.ring))
 
     def depth(self) -> int:
         """Records that wait or are being worked on."""
-        return sum(bool(row.version) for row in self._space.retry(lambda: self._space.registry.ls_all(self._prefix)))
+        return repeated(self._depth)[1]
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every record was acknowledged. Raises WaitTimeout with how many are left."""
-        deadline_s, delay_s = self._space.deadline_s(timeout_s), _POLL_FIRST_S
-        while left := self.depth():
-            if self._space.clock.monotonic_s() >= deadline_s:
+        deadline_s = self._space.deadline_s(timeout_s)
+        while True:
+            ring, left, seen = repeated(self._depth)
+            left_s = deadline_s - self._space.clock.monotonic_s()
+            if not left or ring is None:
+                return
+            if left_s <= 0:
                 raise errors.WaitTimeout(f"{self.name}: {left} records were not acknowledged", name=self.name)
-            blocking_sleep(delay_s)
-            delay_s = min(2 * delay_s, _POLL_MAX_S)
+            ring.wait(ROOM, seen, min(left_s, _RECHECK_S))
+
+    def _put(self, sources: Mapping[str, TensorSource], meta: str) -> tuple[OpenRing, int | None, tuple[int, int]]:
+        """One try to put a record: the ring, its number or None, and what to wait on if it is full."""
+        fences, rings = self._look(), self._rings
+        if (found := rings.find(self.name)) is None:
+            rings.make(self.name, self._order, self._items_max)
+            raise Moved
+        full = found.ring.words[OPEN] >= self._items_max  # a first look, before anything is copied
+        entry = None if full else found.entry(fences)
+        try:
+            written = (0, 0) if entry is None else rings.write(found, entry, self.name, sources, meta, self._order)
+            with found.locked(fences) as ring:
+                idle = entry is not None or ring.words[IDLE] > 0
+                full = entry is None or ring.words[OPEN] >= self._items_max
+                if full and not (self._make_room(found, ring) and idle):
+                    wanted = self._items_max * _WAKE_SHARE // _WAKE_OF + 1
+                    ring.words[ROOM_WANTED] = max(ring.words[ROOM_WANTED], wanted)
+                    return found, None, (ring.words[ROOM], ring.words[OPEN])
+                if entry is None or (number := ring.commit(entry, *written)) is None:
+                    raise Moved
+                if (after := ring.begin()) is not None:
+                    found.spare.add(after)
+            failpoint("committed")
+            return found, number, (0, 0)
+        finally:
+            if entry is not None and found.ring.writes(entry):
+                found.spare.add(entry)
+
+    def _make_room(self, found: OpenRing, ring: Ring) -> bool:
+        """Whether there is room by now, maybe since dead consumers or the oldest records made it."""
+        found.bury(ring)
+        while ring.words[OPEN] >= self._items_max and self._full == "drop_oldest" and ring.drop_oldest():
+            self.dropped["full"] += 1
+        return ring.words[OPEN] < self._items_max
+
+    def _take(self, n_max: int, as_: str) -> tuple[OpenRing | None, int, list[ChannelRecord]]:
+        """One try to take records: the ring, what to wait on, and the records."""
+        fences, taken = self._look(), list[Record]()
+        if (found := self._rings.find(self.name)) is None:
+            return None, 0, []
+        try:
+            with found.locked(fences) as ring:
+                found.bury(ring)
+                ring.take(n_max, taken)
+                if not taken:
+                    ring.words[ITEMS_WANTED] = 1
+                seen = ring.words[ITEMS]
+            failpoint("leased")
+            records = [self._rings.view(found, self.name, each, as_) for each in taken]
+        except BaseException:
+            with contextlib.suppress(Moved, errors.PublishBlocked), found.locked() as ring:
+                ring.give_back(taken)
+            raise
+        self._space.counters["gets"] += len(records)
+        return found, seen, records
+
+    def _ack(self, records: list[ChannelRecord]) -> list[ChannelRecord]:
+        """Acknowledge records; those that this process does not have."""
+        fences, found = self._look(), self._rings.find(self.name)
+        mine = [record for record in records if found is not None and record.ring == found.version]
+        lost: list[ChannelRecord] = []
+        if found is not None and mine:
+            with found.locked(fences) as ring:
+                lost = [record for record in mine if not ring.ack(record.place)]
+        for record in records:  # those of another ring were deleted with it
+            record.lease = None
+        return lost
+
+    def _give_back(self, records: list[Record], ring_version: int) -> None:
+        self._space.check()
+        found = self._rings.find(self.name)
+        if found is not None and found.version == ring_version:
+            with found.locked() as ring:
+                ring.give_back(records)
+
+    def _depth(self) -> tuple[OpenRing | None, int, int]:
+        self._space.check()
+        if (found := self._rings.find(self.name)) is None:
+            return None, 0, 0
+        with found.locked() as ring:
+            found.bury(ring)
+            ring.words[ROOM_WANTED] = max(ring.words[ROOM_WANTED], 1)
+            return found, ring.words[OPEN], ring.words[ROOM]
 
     def _fence(self) -> None:
         if not self._fenced:
             self._session.fence(self._order.label, self._order.epoch)
             self._fenced = True
 
-    def _drop_oldest(self) -> bool:
-        for row in self._space.retry(lambda: self._space.registry.ls(self._prefix)):
-            idle = row.name.startswith(self._prefix) and row.version and row.refs == 0
-            if idle and self._space.delete(row.name, expected=row.version, idle=True):
-                self.dropped["full"] += 1
-                return True
-        return False
+    def _look(self) -> int:
+        """The count of fences at which this process was not fenced. Raises StaleEpoch, ForkedClient, ClosedPlane."""
+        space, order = self._space, self._order
+        space.check()
+        fences = space.table.fences
+        if fences != self._fences:
+            try:
+                space.retry(lambda: space.registry.check(order.label, order.epoch))
+            except ScriptRefused as refused:
+                refusal(refused, self.name, epoch=order.epoch)
+            self._fences = fences
+        return fences
 
 
 _POLL_MS: Final = 200

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
-from rota.runtime.random import SystemChance
+from rota.runtime.random import SystemRandom
 from rota.tensors import errors
 from rota.tensors.core import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 
@@ -226,7 +226,7 @@ class FakeCuda(Memfd):
         total = int(environ.get("ROTA_FAKECUDA_BYTES") or _BYTES)
         if used + size > total:
             raise errors.OutOfMemory(f"device {uuid} holds {total} bytes, {used} are taken", bytes=size)
-        return self.make(size, uuid, SystemChance().fresh(96).encode())
+        return self.make(size, uuid, SystemRandom().new_id(96).encode())
 
     def free(self, address: int) -> None:
         """Breach ``free-while-open`` when another process has it open."""

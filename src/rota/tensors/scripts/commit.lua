@@ -3,14 +3,14 @@
 if stale() then return refuse('EPOCH') end
 local client, v = ARGV[3], ARGV[4]
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
-local f = call('HMGET', P .. 'v:' .. v, 'st', 'name', 'e', 's', 'label', 'part', 'world', 'retain', 'auto', 'orphan', 'evict', 'head')
+local f = call('HMGET', P .. 'v:' .. v, 'st', 'name', 'e', 's', 'label', 'part', 'world', 'retain', 'auto', 'orphan', 'evict', 'head', 'copy')
 local st, name, e, s, world = f[1], f[2], tonumber(f[3]), tonumber(f[4]), tonumber(f[7])
 if not st or st == 'd' then return refuse('ABORTED') end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'hist', 'pe')
 if st == 'r' then return {'ready', f[12] or v, n[4], '0', n[5], n[1]} end
 
 local function refused()
-  local fence = fence_of(f[5])
+  local fence = f[13] == '1' and -1 or fence_of(f[5])
   if e < fence then return {'FENCED', fence} end
   if n[6] and e < tonumber(n[6]) then return {'FENCED', n[6]} end
   if n[1] == '0' then return nil end

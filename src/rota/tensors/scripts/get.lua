@@ -1,5 +1,5 @@
 -- get client seq [name selector]...: lease one version of each name, all or none, as of one moment.
--- Selector: '' current, v<id> exactly, s<step> the one with that step, m<step> / w<id> current if at least that.
+-- Selector: '' current, v<id> exactly (h<id>: the caller saw that a client's file notes it), s<step> the one with that step, m<step> / w<id> current if at least that.
 -- Returns a row_of each.
 if stale() then return refuse('EPOCH') end
 local client, seq, found, rows = ARGV[3], ARGV[4], {}, {}
@@ -8,10 +8,10 @@ for i = 5, #ARGV, 2 do
   local name, mode, arg = ARGV[i], string.sub(ARGV[i + 1], 1, 1), tonumber(string.sub(ARGV[i + 1], 2))
   local n = call('HMGET', P .. 'n:' .. name, 'v', 's', 'slot', 'hist', 'evict')
   local pick = nil
-  if mode == 'v' then
+  if mode == 'v' or mode == 'h' then
     local id = string.sub(ARGV[i + 1], 2)
     local f = call('HMGET', P .. 'v:' .. id, 'st', 'owner', 'name', 'refs')
-    local alive = f[1] == 'r' or (f[1] == 'd' and f[4] ~= '0') or (f[1] == 'p' and f[2] == client)
+    local alive = f[1] == 'r' or (f[1] == 'd' and (f[4] ~= '0' or mode == 'h')) or (f[1] == 'p' and f[2] == client)
     if not alive or f[3] ~= name then return refuse('GONE', i, n[1] or '0', n[2] or '0') end
     pick = id
   elseif not n[1] or n[1] == '0' then

@@ -1,4 +1,4 @@
--- gone version...: which of these versions are no more.
+-- gone version...: which of these versions have been freed.
 if stale() then return refuse('EPOCH') end
 local out = {}
 for i = 3, #ARGV do

@@ -27,14 +27,20 @@ local function give_back(seg, off, blk)
 end
 
 -- Forget a version whose last lease ended; the parts of a group step go with their head.
-local function reclaim(v)
+local function free(v)
   local f = call('HMGET', P .. 'v:' .. v, 'seg', 'off', 'blk', 'name', 's', 'parts', 'owner', 'orphan')
   if not f[1] then return end
   call('DEL', P .. 'v:' .. v)
   if f[8] == 'drop' then call('HDEL', P .. 'c:' .. f[7] .. ':d', v) end
   give_back(f[1], f[2], f[3])
-  for _, part in ipairs(words(f[6])) do reclaim(part) end
+  for _, part in ipairs(words(f[6])) do free(part) end
   event('reclaimed', f[4], v, f[5])
+end
+
+-- The last lease that is known here ended. A version that readers may lease by a note in their file alone ("dir") waits
+-- in limbo until a process has looked at these files: see reap.lua.
+local function reclaim(v)
+  if call('HGET', P .. 'v:' .. v, 'dir') == '1' then call('SADD', P .. 'limbo', v) else free(v) end
 end
 
 -- No new reader gets this version any more; its bytes stay until the last lease ends.

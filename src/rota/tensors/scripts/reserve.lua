@@ -1,5 +1,5 @@
--- reserve client rid name kind epoch step label block count file length desc orphan retain mutable evictable part world room:
--- a pending version with its block. Memory is never taken before it is recorded here.
+-- reserve client rid name kind epoch step label block count file length desc orphan retain mutable evictable part world direct
+-- copied: a pending version with its block. A copy of what another machine published passes the fence of its label. Memory is never taken before it is recorded here.
 -- Returns {version, slot, segment, offset, step}; a repeated request id gets the same answer.
 if stale() then return refuse('EPOCH') end
 local client, rid, name, kind, epoch, step, label = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
@@ -13,7 +13,7 @@ for i = 1, #own, 2 do
   end
 end
 
-local fence = fence_of(label)
+local fence = ARGV[22] == '1' and -1 or fence_of(label)
 if tonumber(epoch) < fence then return refuse('FENCED', fence) end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'kind')
 if n[5] and n[5] ~= kind then return refuse('KIND', n[5]) end
@@ -29,11 +29,6 @@ end
 if not n[4] and call('LLEN', P .. 'slotfree') == 0
     and tonumber(call('HGET', P .. 'cfg', 'slots')) >= tonumber(call('HGET', P .. 'cfg', 'slots_max')) then
   return refuse('SLOTS')
-end
-if ARGV[21] ~= '0' then  -- a record of a channel: at most so many names with its prefix, all but its 20 digits
-  local prefix = string.sub(name, 1, -21)
-  local count = call('ZLEXCOUNT', P .. 'names', '[' .. prefix, '[' .. prefix .. '\255')
-  if count >= tonumber(ARGV[21]) then return refuse('FULL', count) end
 end
 local seg, off
 local free = call('RPOP', P .. 'free:' .. blk)
@@ -64,7 +59,7 @@ call('HINCRBY', P .. 'bytes', 'used', blk)
 local v = string.format('%d', call('INCR', P .. 'ver'))
 call('HSET', P .. 'v:' .. v, 'st', 'p', 'name', name, 'refs', 0, 'owner', client, 'label', label, 'e', epoch, 's', step,
   'seg', seg, 'off', off, 'blk', blk, 'len', ARGV[13], 'desc', ARGV[14], 'orphan', ARGV[15], 'retain', ARGV[16],
-  'mut', ARGV[17], 'evict', ARGV[18], 'part', ARGV[19], 'world', ARGV[20], 'auto', auto, 'at', NOW)
+  'mut', ARGV[17], 'evict', ARGV[18], 'part', ARGV[19], 'world', ARGV[20], 'dir', ARGV[21], 'copy', ARGV[22], 'auto', auto, 'at', NOW)
 call('HSET', P .. 'c:' .. client .. ':o', v, rid)
 local slot = n[4]
 if not slot then

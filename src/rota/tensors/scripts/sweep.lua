@@ -12,14 +12,20 @@ for _, v in ipairs(call('HKEYS', base .. ':l')) do
   end
 end
 for _, v in ipairs(call('HKEYS', base .. ':o')) do
-  abort(v)
-  aborted = aborted + 1
+  if aborted < n_max then
+    abort(v)
+    aborted = aborted + 1
+  else
+    left = left + 1
+  end
 end
 local drops = call('HGETALL', base .. ':d')
 for i = 1, #drops, 2 do
   if call('HGET', P .. 'n:' .. drops[i + 1], 'v') == drops[i] then
-    out[#out + 1] = drops[i]
-    out[#out + 1] = drops[i + 1]
+    if #out < 2 * n_max then  -- what a reply holds is limited
+      out[#out + 1] = drops[i]
+      out[#out + 1] = drops[i + 1]
+    end
     left = left + 1
   else
     call('HDEL', base .. ':d', drops[i])

@@ -1,4 +1,4 @@
--- touch name: tell those who watch that a tensor was written in place.
+-- touch name: notify watchers that a tensor was written in place.
 if stale() then return refuse('EPOCH') end
 local n = call('HMGET', P .. 'n:' .. ARGV[3], 'v', 's')
 if not n[1] or n[1] == '0' then return refuse('NOTFOUND') end

@@ -285,7 +285,7 @@ def check_positions(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
     cp, seq = plan.mesh.cp, 4 * plan.mesh.cp
     here = [columns(plan, rank, seq) for rank in range(cp)]
     kinds = {type(layer): (f"layer {index}", layer) for index, layer in reversed(list(parts.layers(model)))}
-    ends = [(name, getattr(model, name)) for name in (parts.embed, parts.head)]
+    ends = [(name, model.get_submodule(name)) for name in (parts.embed, parts.head)]
     cores = list({core: None for _, layer in parts.layers(model) for core in cores_of(layer)})  # one may be in several
     x = torch.arange(seq, device=next(model.parameters()).device)[None] % 2
     with evaluated(model), replaced_forward(cores, token_by_token):

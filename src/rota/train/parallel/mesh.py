@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rota.spec.errors import BadInput
 from rota.train.plan.model import Mesh
@@ -131,3 +132,27 @@ def all_to_all(
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this rank holds of a shard, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spread(one: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Copy the part of a whole value that this rank holds into ``one``. Collective for a DTensor.
+
+    Raises BadInput for a layout that a whole value cannot be given.
+    """
+    value = value.reshape(one.shape).to(device=one.device, dtype=one.dtype)
+    if not isinstance(one, DTensor):
+        one.copy_(value)
+        return
+    part = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
+    one.to_local().copy_(part.to_local())
+    if not torch.equal(one.full_tensor(), value):
+        raise BadInput(f"weights: {name} cannot be spread as {one.placements}", hint="load them before")
+
+
+def settle(parameters: Iterable[torch.Tensor]) -> None:
+    """Give gradients the layout of their parameters: parts on tensor ranks are summed once, not in every use of them,
+    and no rank keeps rows that another one steps."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)

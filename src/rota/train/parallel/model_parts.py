@@ -31,43 +31,57 @@ class Absent(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Names of the attributes of a model: ``stack`` is a ModuleList or a Sequential, and forward is
-    head(layers(embed(x))). A plan that treats none of them unlike the rest does not need them."""
+    """Names of the parts of a model, dotted where they lie deeper: ``stack`` is a ModuleList or a Sequential, and
+    forward is head(layers(embed(x))). A plan that treats none of them unlike the rest does not need them."""
 
     embed: str = "embed"
     stack: str = "layers"
     head: str = "head"
 
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the lists of layers, in the order in which the plan counts them."""
+        return (self.stack,)
+
+    def ends(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules before the layers and after them, absent ones included."""
+        return [model.get_submodule(self.embed)], [model.get_submodule(self.head)]
+
     def check(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Raises BadInput when the model lacks a part that the plan treats unlike the rest."""
-        mesh, kinds = plan.mesh, {replace(run, count=1) for run in plan.layers}
-        apart = mesh.ep > 1 or len(kinds) > 1 or any(kind.recompute != "none" for kind in kinds)
-        cut = max(mesh.pp, mesh.tp, mesh.cp) > 1
-        for name in (self.embed, self.stack, self.head) if cut else (self.stack,) if apart else ():
-            if not isinstance(getattr(model, name, None), nn.Module):
+        cut = max(plan.mesh.pp, plan.mesh.tp, plan.mesh.cp) > 1
+        for name in (self.embed, self.stack, self.head) if cut else (self.stack,) if apart(plan) else ():
+            if find_module(model, name) is None:
                 raise BadInput(
                     f"model: {type(model).__name__} has no module {name!r}",
                     hint="name its parts: parallelize(..., parts=Parts(embed=..., stack=..., head=...))",
                 )
-        if (cut or apart) and not self._stack(model):
+        if (cut or apart(plan)) and not self.count(model):
             text = f"model.{self.stack} is not a ModuleList or Sequential with layers"
             raise BadInput(text, hint="hold the layers in one ModuleList")
 
-    def _stack(self, model: nn.Module) -> nn.ModuleList | nn.Sequential | tuple[()]:
-        stack = getattr(model, self.stack, None)
-        return stack if isinstance(stack, nn.ModuleList | nn.Sequential) else ()
+    def lists(self, model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+        """The lists of layers that the model has, by name."""
+        found = {name: find_module(model, name) for name in self.stacks}
+        return {name: one for name, one in found.items() if isinstance(one, nn.ModuleList | nn.Sequential)}
 
     def count(self, model: nn.Module) -> int:
         """Number of layers, absent ones included; 0 for a model that is one whole."""
-        return len(self._stack(model))
+        return sum(map(len, self.lists(model).values()))
 
     def layers(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         """The layers that are present, with their global index; one in several places once, with the first."""
+        for index, _, layer in self.named_layers(model):
+            yield index, layer
+
+    def named_layers(self, model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+        """As ``layers``, with the name of each."""
         seen: set[nn.Module] = set()
-        for index, layer in enumerate(self._stack(model)):
+        named = [(f"{name}.{key}", one) for name, held in self.lists(model).items() for key, one in enumerate(held)]
+        for index, (name, layer) in enumerate(named):
             if not isinstance(layer, Absent) and layer not in seen:
                 seen.add(layer)
-                yield index, layer
+                yield index, name, layer
 
     def rest(self, model: nn.Module, plan: ParallelPlan) -> Layer:
         """What the plan says of everything outside the layers."""
@@ -83,17 +97,56 @@ class Parts:
 
     def cut(self, model: nn.Module, stage: Stage) -> nn.Module:
         """A copy of the model that shares the parts of ``stage`` and has the others absent: names stay global."""
-        piece = copy.copy(model)
-        piece._modules = dict(model._modules)
+        piece = Copy(model)
         first, last = stage.layers
-        stack = self._stack(model)
-        kept = [layer if first <= index < last else Absent() for index, layer in enumerate(stack)]
-        setattr(piece, self.stack, nn.Sequential(*kept) if isinstance(stack, nn.Sequential) else nn.ModuleList(kept))
+        for name, stack in self.lists(model).items():
+            kept = [layer if first <= index < last else Absent() for index, layer in enumerate(stack)]
+            piece.put(name, nn.Sequential(*kept) if isinstance(stack, nn.Sequential) else nn.ModuleList(kept))
         if not stage.embed:
-            setattr(piece, self.embed, Absent())
+            piece.put(self.embed, Absent())
         if not stage.head:
-            setattr(piece, self.head, Absent())
-        return piece
+            piece.put(self.head, Absent())
+        return piece.top
+
+
+def apart(plan: ParallelPlan) -> bool:
+    """True when the plan treats some layers unlike others, or unlike the rest of the model."""
+    kinds = {replace(run, count=1) for run in plan.layers}
+    return plan.mesh.ep > 1 or len(kinds) > 1 or any(kind.recompute != "none" for kind in kinds)
+
+
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of a dotted name, None without one."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+class Copy:
+    """A copy of a model in which modules are replaced, and which shares all others with the original."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.top = self._of(model)
+        self._made: dict[str, nn.Module] = {"": self.top}
+
+    def put(self, name: str, module: nn.Module) -> None:
+        """Replace the module of a dotted name; those above it become copies."""
+        owner, _, key = name.rpartition(".")
+        self._copied(owner)._modules[key] = module
+
+    def _copied(self, name: str) -> nn.Module:
+        if name not in self._made:
+            owner, _, key = name.rpartition(".")
+            above = self._copied(owner)
+            self._made[name] = above._modules[key] = self._of(above.get_submodule(key))
+        return self._made[name]
+
+    @staticmethod
+    def _of(module: nn.Module) -> nn.Module:
+        made = copy.copy(module)
+        made._modules = dict(module._modules)
+        return made
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -171,13 +224,13 @@ def holders(model: nn.Module, names: Names, parts: Parts, plan: ParallelPlan) ->
     return [rank for rank, own in stages.items() if _held([parts.cut(model, stage) for stage in own], names)]
 
 
-def tie_again(piece: nn.Module, ties: Sequence[Names]) -> None:
-    """One parameter again where splitting the layers has made one of each name, if all were split alike."""
+def tie_again(piece: nn.Module, ties: Sequence[Names], *, split: bool = True) -> None:
+    """One parameter again where there is now one of each name: by ``split``, if all were split alike, or in any way."""
     for names in ties:
         held = _held([piece], names)
         first = next(iter(held.values()), None)
         for name, other in held.items():
-            if first is not None and isinstance(first, DTensor) and _layout(other) == _layout(first):
+            if first is not None and (not split or isinstance(first, DTensor)) and _layout(other) == _layout(first):
                 owner, _, key = name.rpartition(".")
                 setattr(piece.get_submodule(owner), key, first)
 

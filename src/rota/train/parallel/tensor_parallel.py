@@ -65,15 +65,15 @@ def split_layers(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanM
     if len(kinds) > 1:
         raise BadInput("layers.sp: some layers split the sequence and some do not", hint="set sp for all or none")
     sp, partial = kinds == {True}, list[str]()
-    for index, layer in parts.layers(piece):
+    for index, path, layer in parts.named_layers(piece):
         kind = parts.kind(plan, index)
         if kind.tp > 1:
             chosen = _rules_of(layer, kind, rules)
-            partial += [f"{parts.stack}.{index}.{name}" for name in partial_names(layer, chosen, sp)]
+            partial += [f"{path}.{name}" for name in partial_names(layer, chosen, sp)]
             styles = {name: _style(name, role, chosen, sp) for name, role in chosen.items()}
             given = {name: style for name, style in styles.items() if style is not None}
             parallelize_module(layer, tp, given, src_data_rank=None)
-    _split_ends(piece, parts, plan, tp, sp)
+    split_ends(piece, parts, plan, tp, sp)
     return partial
 
 
@@ -133,10 +133,10 @@ def _style(name: str, role: Role, rules: Rules, sp: bool) -> ParallelStyle | Non
             return None
 
 
-def _split_ends(piece: nn.Module, parts: Parts, plan: ParallelPlan, tp: DeviceMesh, sp: bool) -> None:
+def split_ends(piece: nn.Module, parts: Parts, plan: ParallelPlan, tp: DeviceMesh, sp: bool) -> None:
     """The sequence is split after the embedding and gathered before the head; their tables are split by vocabulary."""
-    embed, head = getattr(piece, parts.embed), getattr(piece, parts.head)
-    if not isinstance(embed, Absent):
+    before, after = ([one for one in end if not isinstance(one, Absent)] for end in parts.ends(piece))
+    for embed in before:
         table = next((name for name, part in embed.named_modules() if isinstance(part, nn.Embedding)), None)
         styles: dict[str, ParallelStyle] = {}
         if plan.embed.tp > 1 and table is not None:
@@ -144,7 +144,7 @@ def _split_ends(piece: nn.Module, parts: Parts, plan: ParallelPlan, tp: DeviceMe
         if sp:
             styles[""] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         _apply(embed, tp, styles)
-    if not isinstance(head, Absent):
+    for head in after:
         last = [name for name, part in head.named_modules() if isinstance(part, nn.Linear)]
         styles = {}
         if plan.head.tp > 1 and last:

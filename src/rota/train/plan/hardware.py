@@ -236,6 +236,9 @@ def cpu_ranks(memory_gib: float, ranks: int) -> Hardware:
 CPU_LOCAL = replace(cpu_ranks(16, 2), name="cpu-local")
 """Two cores and 16 GiB, so that a plan for a small machine can be searched on any; a real one is measured."""
 
+CPU_TYPE = "cpu"
+"""The name under which an installation keeps the description of nodes without devices."""
+
 DESCRIBED: dict[str, Hardware] = {"A100": A100_80G_DGX, "H100": H100_96G}
 """The description of each family of devices, by the word that names it in a type such as ``A100-SXM4-80GB``."""
 

@@ -131,7 +131,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """``count`` equal layers in a row: tensor degree, sequence parallel, ZeRO stage 0-3, recompute, offload."""
+    """``count`` equal layers in a row: tensor degree, sequence parallel, ZeRO stage 0-3, recompute, offload.
+
+    Nothing is refused here, as a search makes many: ``check`` and ``ParallelPlan.from_json`` name what is wrong.
+    """
 
     count: int = 1
     tp: int = 1
@@ -176,8 +179,8 @@ class GangShape:
     """What the scheduler must know of a plan.
 
     ``ranks_together`` consecutive ranks are one tensor-parallel group and must share a node; ``ranks_adjacent``, with
-    context ranks, should; ``servers`` further instances hold shards of a parameter server; ``memory_bytes`` is the
-    predicted need of one rank, 0 when unknown.
+    context ranks, should, and must where the plan was priced so; ``servers`` further instances hold shards of a
+    parameter server; ``memory_bytes`` is the predicted need of one rank, 0 when unknown.
     """
 
     world: int

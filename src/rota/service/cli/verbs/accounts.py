@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from cyclopts import Parameter
 
@@ -69,7 +70,7 @@ def token(
     *,
     user: Annotated[str, Parameter(help="Whose; default: your own.")] = "",
     name: Annotated[str, Parameter(help="What it is for.")] = "",
-    role: Annotated[str, Parameter(help="At most this role.")] = "",
+    role: Annotated[str, Parameter(help="At most this role; machine: may join machines, and no more.")] = "",
     queue: Annotated[str, Parameter(help="For this queue and those below alone.")] = "",
     ttl: Annotated[str, Parameter(help="Lifetime, e.g. 30d; default: until it is revoked.")] = "",
     flags: Flags = DEFAULT_FLAGS,
@@ -188,6 +189,7 @@ def login(
 
 
 def ui(
+    job: Annotated[str, Parameter(help="The job to show; default: the overview.")] = "",
     *,
     print_: Annotated[bool, Parameter(name="--print", help="Print the address alone; open no browser.")] = False,
     flags: Flags = DEFAULT_FLAGS,
@@ -198,12 +200,13 @@ def ui(
     --------
     rota ui
 
-    rota ui --print
+    rota ui big-1 --print
     """
     terminal = flags.terminal()
     with flags.client() as client:
+        page = f"&next=/jobs/{quote(client.job(job)['id'], safe='')}" if job else ""
         document = client.accounts.login_code()
-        address = f"{client.url}/login?code={document['code']}"
+        address = f"{client.url}/login?code={document['code']}{page}"
     document = document | {"url": address}
     terminal.show(document, lambda term: term.line(address))
     if not print_ and sys.stdout.isatty() and not _browse(address):

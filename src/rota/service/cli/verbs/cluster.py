@@ -1,8 +1,8 @@
-"""rota nodes, queues and report: what there is, who holds and used it, and how to change it."""
+"""rota nodes, queues, alerts and report: what there is, who holds and used it, and how to change it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from csv import writer as csv_writer
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 
 
 def nodes(
-    action: Annotated[str, Parameter(help="drain, cordon, undrain or uncordon; default: list.")] = "",
+    action: Annotated[str, Parameter(help="show, drain, cordon, undrain or uncordon; default: list.")] = "",
     node: Annotated[str, Parameter(help="The node to act on.")] = "",
     *,
     reason: Annotated[str, Parameter(help="Reason that users see.")] = "",
@@ -31,7 +31,9 @@ def nodes(
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not prompt.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """List nodes, or take one out of use for new work and back.
+    """List nodes, show one, or take one out of use for new work and back.
+
+    show measures on its machine what that does now: cores, memory, network, disks, devices, processes of jobs.
 
     Both drain and cordon keep new work off a node. cordon lets the jobs on it run to their end. drain shows them,
     asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
@@ -41,9 +43,13 @@ def nodes(
     --------
     rota nodes
 
+    rota nodes show r0n1
+
     rota nodes drain r0n1 --reason "new driver" --yes
     """
     terminal = flags.terminal()
+    if action == "show" and node:
+        return flags.answer(lambda client: client.node_usage(node), _usage_page)
     if action and (action not in ACTIONS or not node):
         raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
     if not action:
@@ -53,10 +59,46 @@ def nodes(
         if action == "drain" and not yes and not dry_run:
             jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
             if jobs:
-                confirm(f"drain {node}, on which {shortened(one['job'] for one in jobs)} runs?", yes=yes)
+                moved = f"{counted(len(jobs), 'job')} ({shortened(one['job'] for one in jobs)})"
+                confirm(f"Draining {node} moves {moved}", yes=yes)
         plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
     terminal.show(plan, lambda term: _drain_table(term, plan))
     return 0
+
+
+def alerts(
+    action: Annotated[str, Parameter(help="ack: mark one as seen; default: list.")] = "",
+    alert: Annotated[str, Parameter(name="ID", help="The id of the alert.")] = "",
+    *,
+    note: Annotated[str, Parameter(help="A note that other users see.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """List what needs a person's attention now: suspected hangs, recoveries, lost nodes, starving queues, a full disk.
+
+    Examples
+    --------
+    rota alerts
+
+    rota alerts ack recovered:ppo-3:1 --note "known driver fault"
+    """
+    if action and (action != "ack" or not alert):
+        raise BadInput(f"rota alerts {action} {alert}".rstrip() + ": not understood", hint="rota alerts ack ID")
+    return flags.answer(lambda client: client.acknowledge(alert, note=note) if action else client.alerts(), ALERTS)
+
+
+ALERTS = Table(
+    columns={
+        "ID": "id",
+        "SEVERITY": "severity",
+        "SINCE": lambda one: clock_time(one["since"]),
+        "WHAT": "text",
+        "SEEN BY": lambda one: " ".join(filter(None, [one["acknowledged_by"], one["note"]])),
+        "MORE": "hint",
+    },
+    empty="no alerts",
+    sparse=("SEEN BY",),
+    extra=("SINCE", "MORE"),
+)
 
 
 def _note(node: Mapping[str, Any]) -> str:
@@ -84,6 +126,71 @@ NODES = Table(
     },
     empty="no nodes yet",
     extra=("CELL", "MEMORY", "TYPE"),
+)
+
+
+def _usage_page(term: Terminal, doc: Mapping[str, Any]) -> None:
+    shared = f"{size(doc['shared_used_bytes'])} of {size(doc['shared_bytes'])}"
+    term.pairs(
+        [
+            ("node", doc["node"]),
+            ("cores", f"{doc['cores_busy']:g} of {doc['cores']} busy, load {doc['load']:g}"),
+            ("memory", f"{size(doc['memory_used_bytes'])} of {size(doc['memory_bytes'])}, shared memory {shared}"),
+        ]
+    )
+    for table in (NETWORK, DISKS, DEVICES, PROCESSES):
+        if table.rows(doc):
+            table(term, doc)
+
+
+def _rate(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda one: f"{size(int(one[name]))}/s"
+
+
+def _rows(name: str) -> Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    return lambda doc: doc[name]
+
+
+NETWORK = Table(
+    columns={
+        "INTERFACE": "name",
+        "ADDRESS": "address",
+        "SPEED": lambda one: f"{one['bits_per_s'] / 1e9:g} Gbit/s" if one["bits_per_s"] > 0 else "",
+        "IN": _rate("received_bytes_per_s"),
+        "OUT": _rate("sent_bytes_per_s"),
+    },
+    rows=_rows("network"),
+)
+DISKS = Table(
+    columns={
+        "DISK": "path",
+        "USED": lambda one: size(one["used_bytes"]),
+        "SIZE": lambda one: size(one["total_bytes"]),
+    },
+    rows=_rows("disks"),
+)
+DEVICES = Table(
+    columns={
+        "DEVICE": "index",
+        "TYPE": "name",
+        "BUSY": lambda one: "" if one["busy"] is None else f"{one['busy']:.0%}",
+        "MEMORY": lambda one: (
+            "" if one["memory_bytes"] is None else f"{size(one['memory_used_bytes'] or 0)}/{size(one['memory_bytes'])}"
+        ),
+        "POWER": lambda one: "" if one["power_w"] is None else f"{one['power_w']:.0f} W",
+        "TEMPERATURE": lambda one: "" if one["temperature_c"] is None else f"{one['temperature_c']:.0f} C",
+    },
+    rows=_rows("devices"),
+)
+PROCESSES = Table(
+    columns={
+        "JOB": "job",
+        "MEMBER": "member",
+        "PID": "pid",
+        "CORES": lambda one: amount(one["cores"]),
+        "MEMORY": lambda one: size(one["memory_bytes"]),
+    },
+    rows=_rows("processes"),
 )
 
 

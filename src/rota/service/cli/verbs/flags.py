@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Flags:
     token: Annotated[str, Parameter(help="Token; better in ROTA_TOKEN.")] = ""
     no_color: Annotated[bool, Parameter(help="No colour; NO_COLOR does the same.")] = False
     quiet: Annotated[bool, Parameter(help="No progress on stderr.")] = False
+    verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], help="Print each request on stderr.")] = False
 
     def terminal(self) -> Terminal:
         """Where this verb prints. Raises BadInput for an unknown ``-o``."""
@@ -44,6 +46,8 @@ class Flags:
         """A client of the service."""
         from rota.service.client import Client
 
+        if self.verbose:  # httpx reports each request at this level
+            logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s", force=True)
         return Client(self.server, self.token)
 
     def answer(self, ask: Callable[[Client], D], show: Callable[[Terminal, D], None]) -> int:
@@ -82,7 +86,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise BadInput(f"{question} needs a yes", hint="add --yes")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        raise BadInput(f"{question.rstrip('?')}; add --yes")
+    print(f"{question.rstrip('?')}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise BadInput("not confirmed")

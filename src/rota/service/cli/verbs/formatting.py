@@ -6,16 +6,12 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypedDict
 
+from rota.service.cli.shell import now
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
     from rota.service.models.base import Resources
-
-
-def now() -> datetime:
-    """The present time of this machine, with zone."""
-    return datetime.now(UTC)
 
 
 def moment(at: str | float | None) -> datetime | None:

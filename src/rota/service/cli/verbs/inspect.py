@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import sleep  # noqa: TID251 - the pause between two looks, in the user's process
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
 from rota.service.cli.output import Table, Terminal
+from rota.service.cli.shell import sleep
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, replicas, shortened
 from rota.service.cli.verbs.jobs import state_text, stream_table
@@ -22,27 +22,60 @@ from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 
-def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
+def explain(
+    job: JOB,
+    *,
+    what_if: Annotated[
+        list[str] | None,
+        Parameter(help="priority=80, queue=prod, gpus=2, replicas=2, time_limit=1h, PATH=VALUE; repeatable."),
+    ] = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
     """Say why a job waits, what is ahead of it, and what would let it start now.
+
+    With --what-if it says when the job would start with all these changes, and what would bind it. It changes nothing.
 
     Examples
     --------
     rota explain big-1
+
+    rota explain big-1 --what-if priority=80 --what-if gpus=4
     """
+    if what_if:
+        return flags.answer(lambda client: client.what_if(job, what_if), _what_if)
     return flags.answer(lambda client: client.explain(job), _explanation)
+
+
+def _what_if(term: Terminal, doc: WhatIf) -> None:
+    term.pairs([("job", doc["job"]), ("if", ", ".join(doc["changes"]))])
+    for title, start in (("as it is", doc["now"]), ("with the changes", doc["then"])):
+        why = start["why"]
+        victims = [row["job"] for row in start["victims_if_preempted"]]
+        term.line(f"\n{title}:")
+        term.pairs(
+            [
+                ("starts", "now" if start["starts_now"] else estimate_text(start["estimate"])),
+                ("why not now", f"{why['code']}: {why['text']}" if why else ""),
+                ("preempts", shortened(victims, 8)),
+                ("ahead", "" if start["starts_now"] else _ahead(start["ahead"])),
+            ]
+        )
+
+
+def _ahead(ahead: Mapping[str, Any]) -> str:
+    return f"{counted(ahead['jobs'], 'job')}, {counted(ahead['gpus'], 'device')}"
 
 
 def _explanation(term: Terminal, doc: Explanation) -> None:
     queue = doc["queue"]
     why = doc.get("why") or {}
-    ahead = doc.get("ahead") or {}
     placement = doc.get("placement") or {}
     term.pairs(
         [
             ("job", f"{doc['job']}  {state_text(doc)}"),
             ("why", f"{why['code']}: {why['text']}" if why else ""),
             ("queue", f"{queue['path']}: {_used(queue)} used{_limits(queue)}"),
-            ("ahead", f"{counted(ahead['jobs'], 'job')}, {counted(ahead['gpus'], 'device')}" if doc["waiting"] else ""),
+            ("ahead", _ahead(doc["ahead"]) if doc["waiting"] else ""),
             ("estimate", estimate_text(doc.get("estimate"))),
             ("placed on", shortened(placement.get("nodes", []), 8)),
         ]
@@ -51,7 +84,7 @@ def _explanation(term: Terminal, doc: Explanation) -> None:
         ("nodes left after each rule", [f"{row['constraint']}: {row['nodes_left']}" for row in doc["tally"]]),
         ("held by", [_blocker(row) for row in doc["blocked_by"]]),
         ("would start now with", [_change(row) for row in doc["would_start_now_with"]]),
-        ("plans", [f"{row['role']}, {counted(row['replicas'], 'instance')}: {row['why']}" for row in doc["plans"]]),
+        ("plans", [_plan(row) for row in doc["plans"]]),
         ("decisions", [_decision(row) for row in doc["decisions"]]),
     ):
         if rows:
@@ -60,6 +93,11 @@ def _explanation(term: Terminal, doc: Explanation) -> None:
                 term.line(f"  {row}")
     if doc.get("see"):
         term.line(f"\nsee also: {doc['see']}")
+
+
+def _plan(row: RolePlan) -> str:
+    runs = f" {row['placed']}" if row["current"] else ""
+    return f"{row['role']}, {counted(row['replicas'], 'instance')}: {row['why']}{runs}"
 
 
 def _used(queue: Mapping[str, Any]) -> str:
@@ -173,6 +211,9 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     cause = doc.get("cause")
     if cause:
         term.line(f"open recovery ({cause['level']}) of {cause['instance']}: {cause['reason']}: {cause['text']}")
+    for one in doc["vertices"]:
+        if one["name"] == "master" and one["state"] != "RUNNING":
+            term.line(f"master: {one['doing']}")
     named = [("culprit" if not root["deadlock"] else "deadlock", root) for root in doc["culprits"]]
     named += [("suspect", root) for root in doc["suspects"]]
     for word, root in named:
@@ -305,7 +346,7 @@ def dot_text(doc: GraphDocument) -> str:
 if TYPE_CHECKING:
     from rota.service.models.cluster import DryRunEstimate
     from rota.service.models.jobs import GraphDocument
-    from rota.service.models.reasons import EstimateDocument, Explanation
+    from rota.service.models.reasons import EstimateDocument, Explanation, RolePlan, WhatIf
 
 JOBS_MAX = 50
 CLEAR = "\x1b[H\x1b[2J"

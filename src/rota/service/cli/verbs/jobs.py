@@ -10,11 +10,13 @@ from cyclopts import Parameter
 
 from rota.service.api import JobFilters, JobSort
 from rota.service.cli.output import Table, Terminal
+from rota.service.cli.shell import monotonic, sleep
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.service.client import Client
-from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
+from rota.spec.errors import BadInput, Conflict, RotaError, TimedOut, UnknownName, nearest
 from rota.spec.resources import counted
+from rota.spec.states import JobState
 
 if TYPE_CHECKING:
     from rota.service.models.jobs import JobDocument, StreamRow
@@ -119,13 +121,17 @@ def _job_table(given: str, *, wide: bool) -> Table:
         if name not in JOBS.columns:
             known = [column.lower() for column in JOBS.columns]
             raise BadInput(f"--columns {name.lower()}: unknown column", hint=nearest(name.lower(), known, "columns"))
-    return replace(JOBS, columns={name: JOBS.columns[name] for name in names}, extra=() if given else ("PRIO", "QUEUE"))
+    return replace(
+        JOBS, columns={name: JOBS.columns[name] for name in names}, extra=() if given else ("RAN", "PRIO", "QUEUE")
+    )
 
 
 def show(
     job: JOB,
     *,
     spec: Annotated[bool, Parameter(help="Show the job as it was understood.")] = False,
+    diff: Annotated[bool, Parameter(help="Show what each edit changed in it.")] = False,
+    attempt: Annotated[int | None, Parameter(help="Show this attempt: when, where, and what ended it.")] = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Show one job: every role, instance and attempt.
@@ -134,8 +140,16 @@ def show(
     --------
     rota show hello-1
 
-    rota show hello-1 --spec --json
+    rota show hello-1 --attempt 1
+
+    rota show hello-1 --diff
     """
+    if spec + diff + (attempt is not None) > 1:
+        raise BadInput("--spec, --diff and --attempt: one of them")
+    if diff:
+        return flags.answer(lambda client: client.spec(job), _edits)
+    if attempt is not None:
+        return flags.show(lambda: _attempt(flags, job, attempt), _attempt_page)
     if spec:
         return flags.answer(lambda client: client.spec(job), _spec_text)
     return flags.answer(lambda client: client.job(job), _job_page)
@@ -146,6 +160,41 @@ def _spec_text(term: Terminal, document: Mapping[str, Any]) -> None:
     from rota.spec.job import JobSpec
 
     term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())
+
+
+def _edits(term: Terminal, document: Mapping[str, Any]) -> None:
+    """Each edit as a unified diff of the job file, the oldest first."""
+    from difflib import unified_diff
+
+    from rota.service.jobfile.models import job_text
+    from rota.spec.job import JobSpec
+
+    if not document["edits"]:
+        term.line(f"{document['job']}: no edits")
+    for edit in document["edits"]:
+        before, after = (job_text(JobSpec.from_json(edit[side])).splitlines() for side in ("before", "after"))
+        term.line(f"edit by {edit['by']} at {clock_time(edit['at'])}")
+        for line in [*unified_diff(before, after, n=1, lineterm="")][2:]:
+            term.line(line)
+
+
+def _attempt(flags: Flags, job: str, number: int) -> dict[str, Any]:
+    """The attempt with its recoveries; the service refuses a number that the job has not."""
+    with flags.client() as client:
+        failures = client.failures(job, attempt=number)
+        row = next(one for one in client.job(job)["attempts"] if one["attempt"] == number)
+    return {"kind": "Attempt", "job": failures["job"], **row, "failures": failures["items"]}
+
+
+def _attempt_page(term: Terminal, row: Mapping[str, Any]) -> None:
+    times = [(name, clock_time(row[f"{name}_at"])) for name in ("admitted", "started", "ended")]
+    why = labels({name: value for name, value in row["why"].items() if not isinstance(value, dict | list)})
+    made_room = f"{row['reason']} for {row['for_job']}" if row["for_job"] else row["reason"]
+    term.pairs([("job", row["job"]), ("attempt", row["attempt"]), *times, ("ended by", made_room)])
+    term.pairs([("nodes", shortened(row["nodes"], 8)), ("placed there", why)])
+    for one in row["failures"]:
+        healed = f"healed after {lasting(one['seconds'])}" if one["healed"] else "not healed"
+        term.line(f"{clock_time(one['seen_at'])}  {one['instance']} {one['reason']}: {one['text']}; {healed}")
 
 
 def _job_page(term: Terminal, job: JobDocument) -> None:
@@ -163,6 +212,7 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
             ("attempts", len(job["attempts"]) if len(job["attempts"]) > 1 else ""),
             ("failures", f"{job['failovers']}, see: rota failures {job['id']}" if job["failovers"] else ""),
             ("commit", f"{progress['commit']} at {clock_time(progress['at'])}" if progress else ""),
+            ("resume from", shortened([str(n) for n in progress["commits"]], 8) if progress else ""),
             ("metrics", labels(progress.get("metrics") or {})),
             ("labels", labels(job["labels"])),
             ("nodes", shortened(job["nodes"], 8)),
@@ -267,6 +317,7 @@ def set_(
     return flags.answer(lambda client: client.change(job, wanted, if_version=if_version), _job_page)
 
 
+SCALE_LOOK_S = 0.5
 EXEC_FAILED = 125
 """As in docker and ssh-like tools: the failure is of Rota, not of the command."""
 
@@ -316,14 +367,25 @@ def pause(
     return _each("pause", job, lambda client, one: client.pause(one, grace_s=grace_s), flags)
 
 
-def resume(*job: JOBS_OF, flags: Flags = DEFAULT_FLAGS) -> int:
+def resume(
+    *job: JOBS_OF,
+    from_: Annotated[
+        int | None,
+        Parameter(name="--from", help="Continue from this commit, 0 for the start; of an ended job as a new job."),
+    ] = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
     """Put paused jobs into the queue again, with their old queue time; they continue from their last commit.
+
+    With --from they continue from an earlier commit that is saved ('rota show JOB' lists them) and give up later ones.
 
     Examples
     --------
     rota resume hello-1
+
+    rota resume ppo-3 --from 40
     """
-    return _each("resume", job, lambda client, one: client.resume(one), flags)
+    return _each("resume", job, lambda client, one: client.resume(one, from_commit=from_), flags)
 
 
 class ActionRow(TypedDict):
@@ -367,6 +429,8 @@ def scale(
     role: Annotated[str, Parameter(help="The role, or ROLE=N.")],
     n: Annotated[int | None, Parameter(help="How many instances.")] = None,
     *,
+    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait until they are ready.")] = False,
+    timeout: Annotated[str, Parameter(help="With --wait: give up after this long (exit 5).")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Ask for another number of instances of a role. More of them start as devices become free.
@@ -387,11 +451,28 @@ def scale(
     terminal = flags.terminal()
     with flags.client() as client:
         document = client.scale(job, name, n)
+        if wait:
+            document = _scaled(client, document["id"], name, n, ago_s(timeout))
     now = next(one for one in document["roles"] if one["name"] == name)
-    shall = f"{name} shall have {counted(now['replicas'], 'instance')}, {now['ready']} ready"
-    shown = f"{document['id']} {document['state']}: {shall}"
+    shown = f"{document['id']} {document['state']}: scaling {name}: {now['ready']} -> {now['replicas']}"
     terminal.show(document, lambda term: term.line(shown))
     return 0
+
+
+def _scaled(client: Client, job: str, role: str, n: int, timeout_s: float | None) -> JobDocument:
+    """The job once the role has ``n`` instances and all are ready. Raises TimedOut, or Conflict when it ends before."""
+    until_s = None if timeout_s is None else monotonic() + timeout_s
+    while True:
+        document = client.job(job)
+        row = next(one for one in document["roles"] if one["name"] == role)
+        if (row["replicas"], row["ready"], document["state"]) == (n, n, JobState.RUNNING):
+            return document
+        text = f"{job} is {document['state']}; {role}: {row['ready']} of {n} ready"
+        if JobState(document["state"]).terminal:
+            raise Conflict(text)
+        if until_s is not None and monotonic() >= until_s:
+            raise TimedOut(text, hint=f"it continues; see: rota show {job}")
+        sleep(SCALE_LOOK_S)
 
 
 def exec_(

@@ -59,7 +59,7 @@ def logs(
         "attempt": attempt,
     }
     with flags.client() as client:
-        lines = client.logs(job, follow=follow, **filters)
+        lines = client.logs(job, follow=follow, notice=terminal.note, **filters)
         if terminal.json and not follow:
             pages = list(client.log_pages(job, **filters))
             terminal.show({**pages[-1], "items": [line for page in pages for line in page["items"]]}, lambda _: None)
@@ -77,7 +77,7 @@ def logs(
 
 
 def _why_nothing(document: Mapping[str, Any], filtered: bool) -> str:
-    """Why there is no output, and where to look instead."""
+    """Why a job has no output, and where to look instead."""
     job, state = document["id"], JobState(document["state"])
     if filtered and document["attempt"]:
         return f"{job}: no line passes these filters; rota logs {job} shows all"
@@ -104,12 +104,6 @@ def log_text(line: LogLine, terminal: Terminal, *, prefix: bool = True) -> str:
     if terminal.colour:
         mark = f"\x1b[{COLOURS[sum(map(ord, line['instance'])) % len(COLOURS)]}m{mark}\x1b[0m"
     return f"{mark} {line['text']}"
-
-
-def follow_to_end(client: Client, terminal: Terminal, job: str) -> None:
-    """Print every line of a job until it has ended."""
-    for line in client.logs(job, follow=True):
-        terminal.line(log_text(line, terminal))
 
 
 def events(

@@ -182,20 +182,26 @@ MEASURED = Table(
 
 
 def calibrate(
-    out: Annotated[Path, Parameter(help="Hardware file to write.")],
+    out: Annotated[
+        Path | None, Parameter(help="Hardware file to write; default: that of the device type in the installation.")
+    ] = None,
     *,
+    type: Annotated[str, Parameter(help="Device type that is measured; default: that of this machine.")] = "",
     ranks: Annotated[int, Parameter(help="Processes for the all-reduce; 1: none.")] = 1,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Measure this machine and write the hardware file that plan search reads. Needs torch.
 
+    Without OUT every later job with plan: auto on devices of that type is planned with what was measured.
+
     Examples
     --------
+    rota plan calibrate
     rota plan calibrate here.json --ranks 2
     """
     from rota.service.plans import calibrate_document
 
-    return flags.show(lambda: calibrate_document(out, ranks=ranks), MEASURED)
+    return flags.show(lambda: calibrate_document(out, ranks=ranks, kind=type), MEASURED)
 
 
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:

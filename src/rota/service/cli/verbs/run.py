@@ -1,7 +1,8 @@
-"""rota run: check, plan or submit a job, and follow it to its end."""
+"""rota run and clone: check, plan or submit a job, and follow it to its end."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, amount, replicas, resources, shortened
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
+from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, lasting, replicas, resources, shortened
+from rota.service.cli.verbs.live import JobWatch, Ticker, elapsed, live_line
+from rota.service.cli.verbs.logs import log_text
+from rota.service.cli.verbs.sweep import NO_SWEEP, POINTS, SweepFlags, SweepPlan, plan_sweep, run_sweep
 from rota.service.jobfile.problems import Problem
 from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
@@ -43,6 +47,10 @@ def run(
     queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Queue.")] = "",
     priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None,
     time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = "",
+    after: Annotated[
+        list[str] | None,
+        Parameter(help="Start after this job, an id or a name; JOB:ended: however it ends; repeatable."),
+    ] = None,
     cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = "",
     gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = "",
     memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
@@ -57,12 +65,15 @@ def run(
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
+    sweep: SweepFlags = NO_SWEEP,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Run a job file, or a command.
 
     On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job runs on. Elsewhere it
     returns once the job is durable. The service of this machine is started if none answers.
+
+    With --sweep it runs the job once for each point. The same command again continues the sweep: no job is repeated.
 
     Examples
     --------
@@ -71,8 +82,10 @@ def run(
     rota run job.yaml --dry-run
 
     rota run -n hello -- python -c "print('hello')"
+
+    rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
-    changes = _changes(set_, name, queue, priority, time_limit, env)
+    changes = _changes(set_, name, queue, priority, time_limit, env, after)
     body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     if ignore_image:
         body["ignore_image"] = True
@@ -83,30 +96,89 @@ def run(
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
     spec = _as_given(changes, lambda: _read(body), headers)
+    plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec.name), headers)
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
+    if dry_run and plan is not None:
+        return flags.show(plan.document, POINTS)
     if dry_run:
         return flags.show(lambda: _plan(flags, terminal, body, pretend), _plan_table)
     if pretend:
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
     with _client(flags, terminal) as client:
+        if plan is not None:
+            return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
         handle = client.submit(body)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         for note in unenforced(spec):
             terminal.note(f"note: {note}")
-        if follow or wait:
-            return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=timeout_s)
-        terminal.show(handle, lambda term: term.line(handle["id"]))
-        return 0
+        return _watched(flags, client, handle, follow=follow, wait=wait, timeout_s=timeout_s)
+
+
+def _watched(
+    flags: Flags, client: Client, handle: JobDocument, *, follow: bool, wait: bool, timeout_s: float | None
+) -> int:
+    """Follow a job that was submitted, wait for it, or print its id."""
+    terminal = flags.terminal()
+    if follow or wait:
+        with flags.client() as other:
+            watch = JobWatch(other, handle["id"])
+            return _to_the_end(client, terminal, watch, handle["id"], follow=follow, timeout_s=timeout_s)
+    terminal.show(handle, lambda term: term.line(handle["id"]))
+    return 0
+
+
+def clone(
+    job: JOB,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the job; repeatable.")] = None,
+    name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the new job.")] = "",
+    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
+    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
+    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Submit a job again as it is now, live or ended, with changes. The copy begins anew, without its commits.
+
+    Examples
+    --------
+    rota clone hello-1
+
+    rota clone hello-1 --set roles.main.resources.gpus=1 -n smaller
+    """
+    terminal = flags.terminal()
+    changes = _changes(set_, name)
+    with flags.client() as client:
+        made = _as_given(changes, lambda: client.clone(job, set=[*changes], ignore_image=ignore_image))
+        terminal.note(f"{made.id} submitted  {made.document['url']}")
+        follow = terminal.live and not detach and not terminal.json and not wait
+        return _watched(flags, client, made.document, follow=follow, wait=wait, timeout_s=None)
+
+
+def _sweep(
+    client: Client, terminal: Terminal, plan: SweepPlan, *, wait: bool, detach: bool, timeout_s: float | None
+) -> int:
+    if plan.budget and detach:
+        hint = "leave out -d: after Ctrl-C, or a kill, the same command continues it"
+        raise BadInput(f"--budget {plan.budget}: each rung waits for the one before", hint=hint)
+    return run_sweep(client, terminal, plan, wait=wait or bool(plan.budget), timeout_s=timeout_s)
 
 
 def _changes(
-    sets: list[str] | None, name: str, queue: str, priority: int | None, time_limit: str, env: list[str] | None
+    sets: list[str] | None,
+    name: str,
+    queue: str = "",
+    priority: int | None = None,
+    time_limit: str = "",
+    env: list[str] | None = None,
+    after: list[str] | None = None,
 ) -> dict[str, str]:
     """The short flags as ``--set`` values, before the explicit ones; each with the flag that it came by."""
     number = "" if priority is None else str(priority)
     short = [("name", name, "-n"), ("queue", queue, "-q"), ("priority", number, "-p"), ("time_limit", time_limit, "-t")]
     made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
+    if after:
+        made[f"after={json.dumps(after)}"] = f"--after {' --after '.join(after)}"
     for pair in env or ():
         key, equals, _ = pair.partition("=")
         if not equals or not key:
@@ -217,7 +289,8 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
             raise
 
         terminal.note("starting the service of this machine ...")
-        ensure_up(settings)
+        with Ticker(live_line(terminal), elapsed("starting the service")):
+            ensure_up(settings)
         return flags.client()
     return client
 
@@ -331,13 +404,16 @@ def _places(report: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def _to_the_end(client: Client, terminal: Terminal, job: str, *, follow: bool, timeout_s: float | None) -> int:
+def _to_the_end(
+    client: Client, terminal: Terminal, watch: JobWatch, job: str, *, follow: bool, timeout_s: float | None
+) -> int:
     try:
-        if follow:
-            from rota.service.cli.verbs.logs import follow_to_end
-
-            follow_to_end(client, terminal, job)
-        document = client.wait(job, timeout_s=timeout_s)
+        with Ticker(live_line(terminal), watch) as ticker:
+            for line in client.logs(job, follow=True, notice=terminal.note) if follow else ():
+                watch.spoke = True
+                with ticker.line.paused():
+                    terminal.line(log_text(line, terminal))
+            document = client.wait(job, timeout_s=timeout_s)
     except KeyboardInterrupt:
         terminal.note(f"\ndetached; {job} keeps running.  follow: rota logs -f {job}   stop: rota stop {job}")
         return INTERRUPTED
@@ -354,7 +430,7 @@ def show_end(client: Client, terminal: Terminal, document: JobDocument) -> None:
         terminal.line(f"{document['id']} {document['state']}")
         return
     healed = document.get("failovers") or 0
-    ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"
+    ran = f" after {lasting(document.get('run_s') or 0)}"
     extra = f", {counted(healed, 'failure')} healed" if healed and document["state"] == JobState.SUCCEEDED else ""
     terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
     if document.get("output"):

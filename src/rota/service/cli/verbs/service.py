@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +28,11 @@ def up(
     db: Annotated[str, Parameter(help="Database URL; default: SQLite in $ROTA_HOME.")] = "",
     redis: Annotated[str, Parameter(help="Registry URL; default: an embedded one.")] = "",
     ray: Annotated[str, Parameter(help="Address of a Ray cluster; default: a local one with the first job.")] = "",
-    pretend: Annotated[str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes, for example 3x4x8.")] = "",
-    policy: Annotated[str, Parameter(help="Scheduling policy.")] = "",
+    listen: Annotated[str, Parameter(help="Address of this machine for others, which may join it then.")] = "",
+    pretend: Annotated[str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes (3x4x8), or none.")] = "",
+    profile: Annotated[
+        str, Parameter(alias="--policy", help="Scheduling profile, as `rota sim compare` names them.")
+    ] = "",
     foreground: Annotated[bool, Parameter(help="Stay here until Ctrl-C.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -40,9 +43,11 @@ def up(
     rota up
 
     rota up --pretend 3x4x8
+
+    rota up --listen 10.0.0.5
     """
     given = {"host": host, "port": port, "db_url": db, "redis_url": redis, "ray_address": ray, "pretend": pretend}
-    settings = flags.settings(**given, profile=policy)
+    settings = flags.settings(**given, listen=listen, profile=profile)
     terminal = flags.terminal()
     if foreground:
         from rota.service.process.serve import run
@@ -79,7 +84,7 @@ def down(
     force: Annotated[bool, Parameter(help="Wait for no job: those that run continue from their last commit.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """End the service of this machine with everything it started.
+    """End the service of this machine with everything it started; on a machine that joined another, leave that.
 
     Jobs that wait stay in the queue; those that run save, stop and are queued again. The next 'rota up'
     continues each from its last commit, or from the beginning without one.
@@ -94,8 +99,11 @@ def down(
         raise BadInput(f"--jobs {jobs}: leave or cancel")
     from rota.service.process.daemon import down as end
     from rota.service.process.daemon import live_by_user
+    from rota.service.process.joined import has_joined
 
     terminal, settings, cancel = flags.terminal(), flags.settings(), jobs != "leave"
+    if has_joined(settings):
+        return leave(force=force, flags=flags)
     if cancel and force:
         raise BadInput(f"--force asks no job to end, --jobs {jobs} asks all", hint="leave one of them out")
     if cancel and (users := live_by_user(settings)):
@@ -117,6 +125,59 @@ def _ended(document: Mapping[str, Any]) -> str:
     if document["still_running"]:
         parts.append(f"still running: {', '.join(f'process {pid}' for pid in document['still_running'])}")
     return "; ".join([*parts, *filter(None, [document["text"]])])
+
+
+def join(
+    address: Annotated[str, Parameter(help="HOST or HOST:PORT of the service, on the machine of 'rota up --listen'.")],
+    *,
+    name: Annotated[str, Parameter(help="Name of this machine; default: its host name.")] = "",
+    cpus: Annotated[int | None, Parameter(help="Cores that jobs may ask for; default: all.")] = None,
+    gpus: Annotated[int | None, Parameter(help="Devices that jobs may use; default: all.")] = None,
+    label: Annotated[list[str] | None, Parameter(help="KEY=VALUE, for example rack=r1; may be repeated.")] = None,
+    at: Annotated[str, Parameter(help="Address of this machine for others; default: that of the route there.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Make this machine a part of the installation at an address. 'rota leave' ends that.
+
+    It starts the engine, the tensor registry and an agent that keeps both. Python, Ray and Rota must have the versions
+    of the installation. The token is one that may do nothing else: 'rota token create --role machine'.
+
+    Examples
+    --------
+    rota join 10.0.0.5 --token rota_...
+
+    rota join head:7700 --label rack=r1 --label zone=a
+    """
+    from rota.service.process.joined import join as begin
+
+    settings = flags.settings()
+    given = {"name": name, "cpus": cpus, "gpus": gpus, "labels": label or (), "at": at}
+    return flags.show(lambda: begin(settings, address, token=settings.token, **given), _joined)
+
+
+def leave(
+    *,
+    force: Annotated[bool, Parameter(help="Do not notify the service.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """End what 'rota join' started on this machine, with what jobs run here: they continue elsewhere.
+
+    To move the jobs first, at a commit: rota nodes drain NODE.
+
+    Examples
+    --------
+    rota leave
+    """
+    from rota.service.process.joined import leave as end
+
+    return flags.show(lambda: end(flags.settings(), force=force), _joined, lambda done: done["state"] == "stuck")
+
+
+def _joined(term: Terminal, document: Mapping[str, Any]) -> None:
+    parts = [document["text"] or f"{document['host']} left {document['url']}"]
+    parts += [f"ended: {', '.join(document['ended'])}"] if document["ended"] else []
+    parts += [f"still running: process {pid}" for pid in document["still_running"]]
+    term.line("; ".join(parts))
 
 
 def status(
@@ -177,7 +238,7 @@ def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("page", doc.get("login")),
             ("home", doc.get("home")),
             ("version", doc.get("version")),
-            ("policy", doc.get("profile")),
+            ("profile", doc.get("profile")),
             ("nodes", _nodes(doc, cluster)),
             ("jobs", jobs),
             ("still running", ", ".join(map(str, doc.get("still_running", [])))),
@@ -246,6 +307,7 @@ def restore(
 def doctor(
     *,
     fix: Annotated[bool, Parameter(help="Repair what can be repaired without harm.")] = False,
+    nodes: Annotated[bool, Parameter(help="Check the machines of the installation and each pair of them.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Check this machine and this installation, and say what to do; exits with 1 when something fails.
@@ -253,10 +315,56 @@ def doctor(
     Examples
     --------
     rota doctor --fix
+
+    rota doctor --nodes
     """
+    if nodes:
+        with flags.client() as client:
+            return flags.show(client.check_nodes, _pairs_report, lambda found: found["mark"] == "fail")
     from rota.service.doctor import examine
 
     return flags.show(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
+
+
+def _pairs_report(term: Terminal, doc: Mapping[str, Any]) -> None:
+    MACHINES(term, doc)
+    if doc["pairs"]:
+        PAIRS(term, doc)
+    for one in doc["items"]:
+        term.line(f"{'FAIL' if one['mark'] == 'fail' else 'WARN'}  {one['name']}: {one['fact']}")
+        term.line(f"      {one['remedy']}")
+    if not doc["items"]:
+        term.line("ok: names, clocks, ports and versions agree")
+
+
+def _version_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda one: one["versions"].get(name) or ""
+
+
+MACHINES = Table(
+    columns={
+        "NODE": "node",
+        "ADDRESS": "address",
+        "PYTHON": _version_cell("python"),
+        "TORCH": _version_cell("torch"),
+        "RAY": _version_cell("ray"),
+        "ROTA": _version_cell("rota"),
+    },
+    rows=lambda doc: doc["machines"],
+)
+PAIRS = Table(
+    columns={
+        "FROM": "source",
+        "TO": "target",
+        "NAME": lambda one: "yes" if one["resolves"] else "no",
+        "LATENCY": lambda one: "" if one["latency_s"] is None else f"{one['latency_s'] * 1e3:.2f} ms",
+        "CLOCK": lambda one: "" if one["skew_s"] is None else f"{one['skew_s'] * 1e3:+.1f} ms",
+        "BANDWIDTH": lambda one: "" if one["bytes_per_s"] is None else f"{one['bytes_per_s'] / 1e6:.0f} MB/s",
+        "ERROR": "error",
+    },
+    rows=lambda doc: doc["pairs"],
+    extra=("ERROR",),
+)
 
 
 def _report(term: Terminal, report: Mapping[str, Any]) -> None:

@@ -8,13 +8,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rota.service.cli.output import Table
+from rota.service.cli.shell import own_shell
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.templates import about, template_files, template_names
 from rota.spec.errors import BadInput, Conflict, unknown
 
 
 def init(
-    template: Annotated[str, Parameter(help="ddp, torchrun, sft, ppo, online, multimodal.")] = "",
+    template: Annotated[str, Parameter(help="ddp, torchrun, sft, ppo, online, multimodal, notebook.")] = "",
     *,
     dir_: Annotated[Path | None, Parameter(name="--dir", help="Where to put it; default: ./TEMPLATE.")] = None,
     force: Annotated[bool, Parameter(help="Overwrite existing files.")] = False,
@@ -53,6 +54,8 @@ def init(
     job_file = folder / "job.yaml"
     terminal.note(f"check it: rota run {job_file} --check")
     terminal.note(f"run it: rota run {job_file}")
+    for name in (name for name in files if name.endswith(".ipynb")):
+        terminal.note(f"or open {folder / name} in Jupyter or an editor")
     terminal.note(f"its fields: change {job_file}, or rota run {job_file} --set roles.NAME.replicas=2")
     return 0
 
@@ -80,7 +83,7 @@ def completion(
         return 0
     if action not in ("show", "install", "uninstall"):
         raise BadInput(f"{action!r}: not understood", hint="show, install or uninstall")
-    name = shell or _own_shell()
+    name = shell or own_shell()
     if name not in tab.SCRIPTS:
         raise BadInput(f"no completion for the shell {name!r}", hint=f"name one: {', '.join(tab.SCRIPTS)}")
     if action == "show":
@@ -92,12 +95,6 @@ def completion(
     terminal.show(done, lambda term: term.line(str(path)))
     terminal.note("a new shell knows it" if action == "install" else "taken out")
     return 0
-
-
-def _own_shell() -> str:
-    import os
-
-    return Path(os.environ.get("SHELL", "")).name  # noqa: TID251 - the shell of the person, no setting of Rota
 
 
 def _live(flags: Flags, what: str) -> list[str]:

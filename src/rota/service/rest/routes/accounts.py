@@ -25,6 +25,7 @@ from rota.service.models.accounts import (
     WebhookRow,
 )
 from rota.service.models.base import Sent, document
+from rota.service.rest.auth import audit_cursor
 from rota.service.rest.deps import AppState, Asker, Parts
 from rota.service.webhooks import OWNER, without_password
 from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
@@ -231,12 +232,21 @@ async def remove_webhook(webhook: Name, app: Parts, caller: Asker) -> Sent[Webho
 
 @router.get("/audit")
 async def audit(
-    app: Parts, caller: Asker, user: str = "", limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100
+    app: Parts,
+    caller: Asker,
+    user: str = "",
+    text: Annotated[str, Query(max_length=200)] = "",
+    limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100,
+    cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> Sent[AuditList]:
-    """Requests that change something, the newest first, refused ones too; for admins."""
+    """Requests that change something, the newest first, refused ones too; for admins.
+
+    ``text``: a part of the path, the user or the address. ``next`` is the cursor of the older ones.
+    """
     caller.need(Role.ADMIN)
-    items = await asyncio.to_thread(app.audit.newest, limit, user=user)
-    return document(AuditList, items=items)
+    found = await asyncio.to_thread(app.audit.newest, limit + 1, user=user, text=text, before=cursor)
+    items = found[:limit]
+    return document(AuditList, items=items, next=audit_cursor(items[-1]) if len(found) > limit else None)
 
 
 def _check_queue(app: AppState, queue: str) -> None:

@@ -21,15 +21,18 @@ from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
 from rota.service.control.changes import read_queues
+from rota.service.models.alerts import AlertList
 from rota.service.models.base import Sent, document
 from rota.service.models.cluster import (
     ClusterDocument,
     DrainPlan,
     Heat,
     HoldDocument,
+    NodeCheck,
     NodeDocument,
     NodeList,
     NodeRow,
+    NodeUsage,
     Outlook,
     ProfileList,
     QueueDiff,
@@ -44,11 +47,14 @@ from rota.service.models.cluster import (
 )
 from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live
 from rota.service.templates import about, template_files, template_names
+from rota.service.views.alerts import alert_list
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree, usage_report
+from rota.service.views.job_history import JobHistory
+from rota.service.views.machines import node_findings
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
-from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
+from rota.spec.events import AlertAcknowledged, NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import INFO, Reason
@@ -171,8 +177,6 @@ def _warnings(app: AppState) -> list[str]:
     with suppress(OSError):
         fault = app.home.standby_fault.read_text(encoding="utf-8")
         found.append(f"{fault}: a restart of the service takes longer; see {app.home.service_log}")
-    if app.settings.ray_address and not app.settings.db_url:
-        found.append("the event log is a file here: masters on other machines need ROTA_DB_URL=postgresql://...")
     return found + _disk_warnings(app)
 
 
@@ -220,6 +224,28 @@ async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
 async def node(node: str, app: Parts, caller: Asker) -> Sent[NodeDocument]:
     """One node."""
     return app.redacted(caller, document(NodeDocument, _one_node(app, node)))
+
+
+@router.get("/nodes/{node}/usage")
+async def node_usage(node: str, app: Parts, caller: Asker) -> Sent[NodeUsage]:
+    """What the machine of a node does, measured there: cores, memory, network, disks, devices, processes of jobs."""
+    caller.need(Role.VIEWER)
+    found = await app.engine.usage(_one_node(app, node)["host"])
+    return document(NodeUsage, found, node=node)
+
+
+@router.post("/nodes:check")
+async def check_nodes(app: Parts, caller: Asker) -> Sent[NodeCheck]:
+    """Check the machines and each pair of them: name, clock, ports, bandwidth (half a second a pair), versions.
+
+    One check at a time; for admins.
+    """
+    caller.need(Role.ADMIN)
+    async with app.check_lock:
+        facts = await app.engine.check_machines()
+    items = node_findings(facts)
+    mark = "ok" if not items else items[0]["mark"]
+    return document(NodeCheck, facts, mark=mark, items=items)
 
 
 @router.post("/nodes/{node}:{action}", status_code=202)
@@ -336,6 +362,49 @@ def _given_tree(app: AppState, body: QueuesBody) -> tuple[tuple[Queue, ...], Sta
         return given, app.loop.scheduler.state.with_cluster(nodes, given)
     except (KeyError, ValueError, AssertionError) as error:
         raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
+
+
+class AcknowledgeBody(BaseModel):
+    """Which alert was seen, and a note for the others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    alert: Annotated[str, Field(min_length=1, max_length=500), STORABLE]
+    note: Annotated[str, Field(max_length=500), STORABLE] = ""
+
+
+@router.get("/alerts")
+async def alerts(app: Parts, caller: Asker) -> Sent[AlertList]:
+    """What needs attention now: suspected hangs, recoveries, lost nodes, starving queues, a full disk."""
+    installation = app.loop.installation
+    found = alert_list(
+        installation,
+        now=app.clock.wall_s(),
+        suspicions=app.suspicions,
+        queues=queue_tree(installation)["items"],
+        disk=_disk_warnings(app),
+        jobs=[one for one in installation.jobs.values() if _may_alert(app, one) and caller.reads(one)],
+    )
+    return app.redacted(caller, found)
+
+
+def _may_alert(app: AppState, job: JobHistory) -> bool:
+    return bool(job.failures) or job.id in app.suspicions
+
+
+@router.post("/alerts:acknowledge")
+async def acknowledge(body: AcknowledgeBody, app: Parts, caller: Asker) -> Sent[AlertList]:
+    """Note that an alert was seen: by the owner of its job, else by an admin. The remaining alerts come back."""
+    items = {one["id"]: one for one in (await alerts(app, caller))["items"]}
+    if body.alert not in items:
+        raise unknown(f"no alert {body.alert!r}", body.alert, items, "alerts")
+    job = items[body.alert]["job"]
+    if job is None:
+        caller.need(Role.ADMIN)
+    else:
+        app.steered(caller, job)
+    await app.loop.append([AlertAcknowledged(alert=body.alert, by=caller.user, text=body.note)])
+    return await alerts(app, caller)
 
 
 @router.get("/report")

@@ -10,10 +10,11 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.job.rpc.tracing import read_spans
+from rota.job.rpc.tracing import read_spans, spans_of
 from rota.service.accounts import Role
 from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
+from rota.service.control.job_files import texts_elsewhere
 from rota.service.control.submission import Submission
 from rota.service.models.base import API, Sent, Why, document
 from rota.service.models.cluster import PlanReport
@@ -29,7 +30,7 @@ from rota.service.models.jobs import (
     PlacementRow,
     TraceDocument,
 )
-from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
+from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument, WhatIf
 from rota.service.rest.deps import (
     STORABLE,
     Asker,
@@ -43,12 +44,13 @@ from rota.service.rest.deps import (
     check_live,
     member_of,
 )
+from rota.service.views.cluster import no_usable_node
 from rota.service.views.graph import graph_document, trace_document
 from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import JobFilter, job_list
-from rota.service.views.reasons import estimate_document, explanation, failure_list, why_document
+from rota.service.views.reasons import estimate_document, explanation, failure_list, start_forecast, why_document
 from rota.spec.codec import JsonObject
-from rota.spec.errors import BadInput, Conflict, NotAllowed, VersionMismatch
+from rota.spec.errors import BadInput, Conflict, NotAllowed, UnknownName, VersionMismatch
 from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId, RoleName
 from rota.spec.reasons import Reason
@@ -96,6 +98,14 @@ class StopBody(BaseModel):
     reason: Annotated[str, Field(max_length=500)] = ""
 
 
+class ResumeBody(BaseModel):
+    """Which commit to continue from: one of ``progress.commits``, 0 for the start; without it the last one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    from_commit: Annotated[int | None, Field(ge=0, le=2**53)] = None
+
+
 class ScaleBody(BaseModel):
     """How many instances of which role."""
 
@@ -121,6 +131,14 @@ class ChangeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     changes: Annotated[JsonObject, STORABLE]
+
+
+class WhatIfBody(BaseModel):
+    """``path=value`` over the job file, as with ``--set``; for a job of one role also ``gpus=2`` or ``replicas=2``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    changes: Annotated[list[Annotated[str, Field(max_length=4096), STORABLE]], Field(min_length=1, max_length=100)]
 
 
 @router.post("/jobs", status_code=201)
@@ -178,7 +196,12 @@ async def list_jobs(
         since=0.0 if since_s is None else now - since_s,
     )
     jobs = (one for one in app.loop.installation.jobs.values() if caller.sees(one))
-    return app.redacted(caller, job_list(jobs, wanted, app.wait_of, now=now, sort=sort, limit=limit, cursor=cursor))
+
+    def suspected(one: JobHistory) -> str:
+        return app.suspected(one.id) if caller.reads(one) else ""
+
+    page = job_list(jobs, wanted, app.wait_of, now=now, sort=sort, limit=limit, cursor=cursor, suspected=suspected)
+    return app.redacted(caller, page)
 
 
 @router.get("/jobs/{job}")
@@ -232,18 +255,35 @@ async def pause(on: SteeredJob, body: StopBody | None = None) -> Sent[JobDocumen
 
 
 @router.post("/jobs/{job}:resume", status_code=202)
-async def resume(on: SteeredJob) -> Sent[JobDocument]:
+async def resume(
+    on: SteeredJob,
+    response: Response,
+    body: ResumeBody | None = None,
+    idempotency_key: Annotated[str, Header(max_length=200)] = "",
+) -> Sent[JobDocument]:
     """Put a paused job into the queue again, with its old queue time; it continues from its last commit.
 
-    One that still gives its devices back is waited for; after 20 s that is a conflict.
+    With ``from_commit`` it continues from that one; later ones are given up. A job that ended stays as it is: then a
+    new one begins with that commit, and is the answer (201). One that still gives its devices back is waited for; after
+    20 s that is a conflict.
     """
     await _wait_while(on, JobState.PREEMPTING)
-    job = on.job
+    job, chosen = on.job, None if body is None else body.from_commit
+    if chosen is not None:
+        _check_commit(job, chosen)
+    if job.ended is not None and chosen is not None:
+        new, fresh = await on.app.intake.continued(job, chosen, caller=on.caller, key=idempotency_key)
+        response.status_code = 201 if fresh else 200
+        response.headers["Location"] = f"/api/v1/jobs/{new.id}"
+        return JobAccess(app=on.app, caller=on.caller, job=new).document()
     if job.ended is not None or job.state is JobState.PREEMPTING:
-        hint = "" if job.ended else "ask again when it is PAUSED"
+        hint = f"rota resume {job.id} --from COMMIT begins a new job" if job.ended else "ask again when it is PAUSED"
         raise Conflict(f"{job.id} is {job.state.value}", hint=hint, state=job.state.value)
     if job.state is JobState.PAUSED:
-        await on.append(JobQueued())
+        await on.append(JobQueued(from_commit=chosen))
+    elif chosen is not None and job.ctx.resume_from != chosen:
+        hint = f"rota pause {job.id}, then resume it from a commit"
+        raise Conflict(f"{job.id} is {job.state.value}, not PAUSED", hint=hint, state=job.state.value)
     return on.document()
 
 
@@ -284,7 +324,29 @@ async def explain(on: SeenJob) -> Sent[Explanation]:
             estimate = estimate_document(*await app.forecasts.of(job.id))
     code = Reason.SERVICE_DOWN if app.loop.held else Reason.ENGINE_STARTING
     undecided = Why(code=code, text=app.loop.undecided, fields={}) if app.loop.undecided else None
+    undecided = undecided or no_usable_node(app.loop.installation, app.loop.unusable)
     return on.redacted(explanation(job, app.loop.installation, found, estimate=estimate, undecided=undecided))
+
+
+@router.post("/jobs/{job}/explain")
+async def what_if(on: ReadJob, body: WhatIfBody, note: Note) -> Sent[WhatIf]:
+    """When a job that waits would start with these ``changes``, and what would bind it then; nothing is changed.
+
+    The scheduler is played from now on, once as the job is and once with all changes. A job that does not wait is a
+    conflict.
+    """
+    note(dry_run=True)
+    app, job = on.app, on.job
+    found = app.loop.scheduler.explain(job.id, app.clock.wall_s())
+    if job.state is not JobState.QUEUED or found is None:
+        hint = f"what a new job would do: rota run --from {job.id} --dry-run --set PATH=VALUE"
+        raise Conflict(f"{job.id} is {job.state.value}, it does not wait", hint=hint, state=job.state.value)
+    if app.loop.undecided:
+        raise Conflict(f"no job is started now: {app.loop.undecided}", hint="see: rota status")
+    changed, estimate = await app.intake.what_if(job, body.changes, caller=on.caller)
+    now = start_forecast(found, estimate_document(*await app.forecasts.of(job.id)))
+    then = start_forecast(changed, estimate_document(estimate, 0.0))
+    return on.redacted(document(WhatIf, job=job.id, changes=body.changes, now=now, then=then))
 
 
 @router.get("/jobs/{job}/failures")
@@ -338,10 +400,14 @@ async def why(on: ReadJob) -> Sent[WaitGraphDocument]:
 async def trace(on: ReadJob) -> Sent[TraceDocument]:
     """One trace for Perfetto: a lane per instance, calls as flows, commits, recoveries, and what bounds each step."""
     app, job = on.app, on.job
+    elsewhere = await texts_elsewhere(job, app.loop.installation, app.engine, "spans")
 
     def made() -> TraceDocument:
         records = app.loop.log.read(job=job.id, limit=TRACE_RECORDS_MAX)
-        return trace_document(job, records, read_spans(app.home.job(job.id).spans))
+        here = read_spans(app.home.job(job.id).spans)
+        for instance, spans in spans_of(elsewhere).items():
+            here[instance] = [*here.get(instance, ()), *spans]
+        return trace_document(job, records, here)
 
     return await asyncio.to_thread(made)
 
@@ -364,6 +430,13 @@ def _check_version(job: JobHistory, if_match: str) -> None:
             hint="look at it again, then repeat the change",
             version=job.version,
         )
+
+
+def _check_commit(job: JobHistory, n: int) -> None:
+    """Raises UnknownName, with the commits that there are, for one that the job cannot continue from."""
+    if n not in job.commits:
+        every = ", ".join(map(str, job.commits))
+        raise UnknownName(f"{job.id} has no saved commit {n}", hint=f"there are: {every} (0 is the start)")
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Annotated
+from urllib.parse import urlsplit, urlunsplit
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -79,8 +80,11 @@ async def new_code(app: Parts, caller: Asker) -> Sent[LoginDocument]:
 
 
 @_named.get("/login", response_class=RedirectResponse)
-async def login(request: Request, app: Parts, code: str = "") -> Response:
-    """Trade a code for the session cookie of the page; without one, the form that asks for a code or a token."""
+async def login(request: Request, app: Parts, code: str = "", next: str = "") -> Response:
+    """Trade a code for the session cookie of the page; without one, the form that asks for a code or a token.
+
+    ``next``: the address of this service to show then.
+    """
     if not code:
         return await index(request)
     try:
@@ -91,7 +95,15 @@ async def login(request: Request, app: Parts, code: str = "") -> Response:
         form = await index(request)  # which says so, and asks for another
         form.status_code = error.http
         return form
-    return _session(app, cookie, RedirectResponse("/", status_code=303))
+    return _session(app, cookie, RedirectResponse(_local(next), status_code=303))
+
+
+def _local(address: str) -> str:
+    """The path and query of an address of this service; of any other the first page."""
+    parts = urlsplit(address)
+    below = parts.path.startswith("/") and not parts.path.startswith("//")
+    inside = not parts.scheme and not parts.netloc and below and "\\" not in address
+    return urlunsplit(parts) if inside else "/"
 
 
 class LoginBody(BaseModel):
@@ -116,11 +128,17 @@ async def login_by_form(request: Request, body: LoginBody, app: Parts) -> Respon
     return _session(app, cookie, Response(status_code=204))
 
 
-def _session(app: AppState, cookie: str, answer: Response) -> Response:
+@_named.post("/logout", status_code=204, response_class=Response)
+async def logout(app: Parts, caller: Asker) -> Response:
+    """Forget the session of this browser."""
+    return _session(app, "", Response(status_code=204), keep_s=0.0)
+
+
+def _session(app: AppState, cookie: str, answer: Response, *, keep_s: float = SESSION_TTL_S) -> Response:
     answer.set_cookie(
         COOKIE,
         cookie,
-        max_age=int(SESSION_TTL_S),
+        max_age=int(keep_s),
         httponly=True,
         samesite="strict",
         secure=app.settings.url.startswith("https"),

@@ -16,13 +16,24 @@ from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
-from rota.runtime.output import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
+from rota.runtime.output import (
+    LogFile,
+    LogLine,
+    find_offset,
+    follow_batch,
+    key_of,
+    log_files,
+    merge,
+    read_lines,
+    tail_lines,
+)
 from rota.service.accounts import Caller, Redactor, Role
+from rota.service.control.job_files import JobFilesElsewhere, local_logs, wanted_logs
 from rota.service.control.loop import ServiceLoop
 from rota.service.models.base import Sent, document
 from rota.service.models.jobs import EventList, EventRecord, LogPage
 from rota.service.models.jobs import LogLine as LogLineDocument
-from rota.service.rest.deps import AppState, Asker, Parts, ReadJob, check_attempt, member_of
+from rota.service.rest.deps import AppState, Asker, JobAccess, Parts, ReadJob, check_attempt, member_of
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import without_password
 from rota.spec.codec import JsonObject
@@ -34,6 +45,8 @@ EVENT_STREAM = "text/event-stream"
 TAIL_MAX = 100_000
 NUMBER_MAX = 2**62
 """Above every number of a record; what a store takes as a number at all."""
+
+POINTS_MAX = 2000
 
 router = APIRouter(prefix="/api/v1", tags=["streams"])
 
@@ -65,19 +78,25 @@ async def job_events(
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     follow: bool = False,
     type: str = "",
+    points: Annotated[int | None, Query(ge=1, le=POINTS_MAX)] = None,
     accept: Annotated[str, Header()] = "",
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
-    """The events of one job; a stream of them ends with the job."""
+    """The events of one job; a stream of them ends with the job.
+
+    With ``points``: that many of one type at most, evenly spread over the job, the newest among them.
+    """
     stream = follow or EVENT_STREAM in accept
+    if points is not None:
+        return await _sampled(on, _known_kind(type), points)
     return await _events(on.app, on.caller, on.job.id, _number(last_event_id, after), limit, type, stream)
 
 
 async def _events(
     app: AppState, caller: Caller, job: JobId | None, after: int, limit: int, kind: str, stream: bool
 ) -> Response:
-    if kind and kind not in KINDS:
-        raise unknown(f"no event is of the type {kind!r}", kind, sorted(KINDS), "types")
+    if kind:
+        _known_kind(kind)
 
     def view() -> Callable[[Record], EventRecord | None]:
         now = app.auth.renewed(caller)
@@ -98,6 +117,20 @@ async def _events(
         last=records[-1].number if records else after,
     )
     return JSONResponse(page)
+
+
+def _known_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise unknown(f"no event is of the type {kind!r}", kind, sorted(KINDS), "types")
+    return kind
+
+
+async def _sampled(on: JobAccess, kind: str, points: int) -> Response:
+    records = await asyncio.to_thread(on.app.loop.log.sample, on.job.id, kind, points)
+    shown = partial(_shown, on.app, on.caller, on.app.redactor(on.caller))
+    items = [item for record in records if (item := shown(record)) is not None]
+    last = records[-1].number if records else 0
+    return JSONResponse(document(EventList, job=on.job.id, items=items, next=None, last=last))
 
 
 def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) -> EventRecord | None:
@@ -122,6 +155,7 @@ async def logs(
     since: float | None = None,
     until: float | None = None,
     grep: str = "",
+    ignore_case: bool = False,
     stream: str = "",
     attempt: int | None = None,
     cursor: str = "",
@@ -131,6 +165,8 @@ async def logs(
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
     app, caller, job = on.app, on.caller, on.job
     folder = app.home.job(job.id).logs
+    elsewhere = JobFilesElsewhere(job, app.loop.installation, app.engine, app.seen_logs, app.clock)
+    sources = LogSources(folder, elsewhere)
     role, rank = member_of(job, instance, log_files(folder)) if instance else ("", None)
     query = LogQuery(
         role=role,
@@ -139,14 +175,15 @@ async def logs(
         since=since,
         until=until,
         tail=tail,
-        grep=grep,
+        grep=grep.lower() if ignore_case else grep,
+        ignore_case=ignore_case,
         stream=stream,
         attempt=attempt,
     )
     read_cursor(query.cursor)
     stream_it = follow or EVENT_STREAM in accept
     check_attempt(job, attempt, may_come=stream_it and job.ended is None)
-    if job.ended is not None and not folder.is_dir():
+    if job.ended is not None and not folder.is_dir() and not elsewhere.hosts:
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
         raise UnknownName(f"{job.id} has no logs any more", hint=cause)
     if stream_it:
@@ -154,13 +191,15 @@ async def logs(
         def check() -> None:
             app.read(app.auth.renewed(caller), job.id)
 
-        return _stream(app, caller, follow_logs(app.loop, job, folder, query, check))
-    lines, offsets = await asyncio.to_thread(read_page, folder, query)
+        return _stream(app, caller, follow_logs(app.loop, job, sources, query, check))
+    lines, offsets = await elsewhere.in_thread(partial(read_page, sources, query))
+    notices = elsewhere.notices()
     if "text/plain" in accept:
         text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)
-        return PlainTextResponse(text)
+        return PlainTextResponse(text + "".join(f"- rota {notice}\n" for notice in notices))
     items, ended = [line_document(line) for line in lines], job.ended is not None
-    return JSONResponse(document(LogPage, job=job.id, items=items, next=write_cursor(offsets), ended=ended))
+    page = document(LogPage, job=job.id, items=items, next=write_cursor(offsets), ended=ended, notices=notices)
+    return JSONResponse(page)
 
 
 class _Counted(StreamingResponse):
@@ -194,6 +233,8 @@ REFUSALS = (NotAllowed, NoToken, UnknownName)
 """Errors that end a stream under way: its reader may not read further."""
 KEEP_ALIVE_S = 15.0
 LOG_POLL_S = 0.15
+REMOTE_POLL_S = 0.3
+"""A machine is asked once for all of its logs."""
 BEHIND_MAX = 10_000
 SETTLE_S = 1.0
 LINES_MAX = 10_000
@@ -279,13 +320,14 @@ class LogQuery:
     until: float | None = None
     tail: int | None = None
     grep: str = ""
+    ignore_case: bool = False
     stream: str = ""
     attempt: int | None = None
 
     def wants(self, line: LogLine) -> bool:
         """True when the line passes every filter."""
         return (
-            (not self.grep or self.grep in line.text)
+            (not self.grep or self.grep in (line.text.lower() if self.ignore_case else line.text))
             and (not self.stream or line.stream == self.stream)
             and (self.attempt is None or line.attempt == self.attempt)
             and (self.until is None or line.ts <= self.until)
@@ -293,8 +335,20 @@ class LogQuery:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LogSources:
+    """Where the logs of a job are: in a folder of this machine, and on others."""
+
+    folder: Path
+    elsewhere: JobFilesElsewhere
+
+    def files(self, query: LogQuery) -> dict[str, LogFile]:
+        """The logs that are wanted, as they are now; blocks."""
+        return wanted_logs(local_logs(self.folder) | self.elsewhere.logs(), query.role, query.rank)
+
+
 def write_cursor(offsets: dict[str, int]) -> str:
-    """``role/rank:offset`` of every file: the exact place to continue at."""
+    """``role/rank:offset`` of every file, ``role/rank@node:offset`` on other machines: where to continue exactly."""
     return ",".join(f"{instance}:{offset}" for instance, offset in sorted(offsets.items()))
 
 
@@ -309,22 +363,25 @@ def read_cursor(text: str) -> dict[str, int]:
     return offsets
 
 
-def read_page(folder: Path, query: LogQuery) -> tuple[list[LogLine], dict[str, int]]:
-    """Lines now, merged by time, and the offsets after them. At most about ``LINES_MAX``; blocks on the disk."""
-    files = log_files(folder, role=query.role, rank=query.rank)
+def read_page(sources: LogSources, query: LogQuery) -> tuple[list[LogLine], dict[str, int]]:
+    """Lines now, merged by time, and the offsets after them. At most about ``LINES_MAX``; blocks."""
     offsets = read_cursor(query.cursor)
     batches: list[list[LogLine]] = []
-    for instance, path in files.items():
-        if query.tail is not None and not query.cursor:
-            newest = tail_lines(path, max(query.tail, 1))
-            offsets[instance] = newest[-1].end if newest else 0
-            batches.append(newest[-query.tail :] if query.tail else [])
+    for key, log in sources.files(query).items():
+        start = offsets.get(key, 0)
+        try:
+            if query.tail is not None and not query.cursor:
+                newest = tail_lines(log, max(query.tail, 1))
+                offsets[key] = newest[-1].end if newest else 0
+                batches.append(newest[-query.tail :] if query.tail else [])
+                continue
+            if not query.cursor and query.since is not None:
+                start = find_offset(log, query.since)
+            lines = read_lines(log, start)
+        except OSError:  # its machine went away: a notice says so, and the cursor stays
+            offsets[key] = start
             continue
-        start = offsets.get(instance, 0)
-        if not query.cursor and query.since is not None:
-            start = find_offset(path, query.since)
-        lines = read_lines(path, start)
-        offsets[instance] = lines[-1].end if lines else start
+        offsets[key] = lines[-1].end if lines else start
         batches.append(lines)
     merged = [line for line in merge(batches) if query.wants(line)]
     if query.tail is not None and not query.cursor:
@@ -338,26 +395,34 @@ def read_page(folder: Path, query: LogQuery) -> tuple[list[LogLine], dict[str, i
 def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
     ends = dict(start)
     for line in lines:
-        ends[line.instance] = line.end
+        ends[key_of(line)] = line.end
     return ends
 
 
 async def follow_logs(
-    loop: ServiceLoop, job: JobHistory, folder: Path, query: LogQuery, check: Callable[[], None]
+    loop: ServiceLoop, job: JobHistory, sources: LogSources, query: LogQuery, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """The page of ``query``, then every new line until the job ended and its files are still.
 
     The id of every ``MARK_EVERY``-th event names every offset: a reader that comes back with it misses nothing, and
-    drops the few lines it saw already by ``(instance, offset)``. ``check`` is as ``view`` of ``follow_events``.
+    drops the few lines it saw already by ``(instance, node, offset)``. A ``notice`` says which machine does not answer.
+    ``check`` is as ``view`` of ``follow_events``.
     """
-    lines, offsets = await asyncio.to_thread(read_page, folder, query)
+    lines, offsets = await sources.elsewhere.in_thread(partial(read_page, sources, query))
     for chunk in _frames(lines, offsets):
         yield chunk
+    said = set[str]()
     quiet_since = last_sent = loop.clock.monotonic_s()
     while not loop.stopping:
         over = job.ended is not None
-        files = await asyncio.to_thread(log_files, folder, role=query.role, rank=query.rank)
-        lines = await asyncio.to_thread(follow_batch, files, offsets)
+        files = await sources.elsewhere.in_thread(partial(sources.files, query))
+        lines = await sources.elsewhere.in_thread(partial(follow_batch, files, offsets))
+        silent = sources.elsewhere.silent
+        if new := silent.keys() - said:
+            for host, notice in zip(sorted(silent), sources.elsewhere.notices(), strict=True):
+                if host in new:
+                    yield frame({"node": host, "text": notice}, event="notice")
+        said = set(silent)
         try:
             check()
         except REFUSALS:
@@ -375,16 +440,16 @@ async def follow_logs(
             last_sent = now
             yield format_sse_event(comment="alive")
         if not lines:
-            await loop.clock.sleep(LOG_POLL_S)
+            await loop.clock.sleep(REMOTE_POLL_S if sources.elsewhere.hosts else LOG_POLL_S)
 
 
 def _frames(lines: Sequence[LogLine], ends: dict[str, int]) -> Iterator[bytes]:
     """Lines as events; every few of them carry the exact place to continue at, the last one ``ends``."""
     here = dict(ends)
     for line in reversed(lines):
-        here[line.instance] = line.offset
+        here[key_of(line)] = line.offset
     last = len(lines) - 1
     for i, line in enumerate(lines):
-        here[line.instance] = line.end
+        here[key_of(line)] = line.end
         marked = i == last or i % MARK_EVERY == MARK_EVERY - 1
         yield frame(line_document(line), event="line", id=write_cursor(here) if marked else None)

@@ -1,0 +1,159 @@
+"""Order in which a pass tries waiting jobs: the first of each line of equal jobs, or queue, then who is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from rota.cluster.core.admission import too_few_free
+from rota.cluster.core.jobs import LineKey, LiveJob, Wait
+from rota.cluster.core.preemption import BackfillReservations
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
+from rota.spec.ids import JobId
+from rota.spec.reasons import INFO, Reason
+
+PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.DEPENDENCY, Reason.COOL_DOWN, Reason.USER_LIMIT})
+"""Reasons that lie in the job or its user: those behind it in its queue need not wait with it."""
+
+FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
+"""Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
+
+BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
+"""Reasons of jobs whose queue might start them, and that find no place."""
+
+
+class NextJob(NamedTuple):
+    """A job that is to be tried: its place in the order, its line or queue, how far down, and the starts until then."""
+
+    place: tuple[object, ...]
+    job: JobId
+    track: LineKey | str
+    depth: int
+    starts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedRefusal:
+    """A "no" that was reached before: its numbers are found when a job gets it as its reason."""
+
+    reason: Reason
+
+
+class TryOrder:
+    """The first job of every line of equal jobs, or of every queue, in the order of the policy; then who is behind it.
+
+    ``starts`` counts starts and claims so far: ranks stay as they are until there is one more.
+    """
+
+    def __init__(
+        self, state: State, profile: Profile, now: float, reservations: BackfillReservations, starts: Callable[[], int]
+    ) -> None:
+        self._state, self._profile, self._now, self._starts = state, profile, now, starts
+        self._reservations = reservations
+        self._by_job, self._by_queue = profile.order.by_job, profile.block == "queue"
+        tracks = state.waiting if self._by_queue else state.lines
+        self._heap = [
+            self._at(track, depth)
+            for track, jobs in tracks.items()
+            for depth in range(len(jobs) if self._by_job else 1)
+        ]
+        heapify(self._heap)
+
+    def next(self) -> tuple[NextJob, LiveJob, LineKey] | None:
+        """The turn that comes first, with its job and the line of that."""
+        heap = self._heap
+        while heap:
+            turn = heap[0]
+            row = self._state.jobs[turn.job]
+            if turn.starts != self._starts():
+                again = self._turn(row, turn.track, turn.depth)
+                if again.place > turn.place:
+                    heapreplace(heap, again)
+                    continue
+            heappop(heap)
+            return turn, row, self._state.line_of(row) if isinstance(turn.track, str) else turn.track
+        return None
+
+    def after(self, turn: NextJob, wait: Wait | RememberedRefusal | None) -> None:
+        """Who of the line, or queue, is tried after this one: the next, unless what stops this one stops them all."""
+        if self._by_job:  # each job has a turn of its own
+            return
+        depth = turn.depth + 1
+        if wait is None:
+            depth = turn.depth
+        elif wait.reason is Reason.RESERVED_FOR_OTHER and not isinstance(turn.track, str):
+            depth = self._shorter(turn.track, turn.depth)
+        elif wait.reason not in FOR_ONE_JOB and not (self._by_queue and wait.reason in PASSED_BY):
+            return
+        if depth < len(self._entries(turn.track)):
+            heappush(self._heap, self._at(turn.track, depth))
+
+    def again(self, turn: NextJob) -> None:
+        """The job of a turn that was refused, and behind whom none is tried, is tried once more."""
+        heappush(self._heap, self._turn(self._state.jobs[turn.job], turn.track, turn.depth))
+
+    def _shorter(self, key: LineKey, depth: int) -> int:
+        """The next in the line that is over before the last of the reservations that this one would outlive."""
+        line, jobs = self._state.lines[key], self._state.jobs
+        ends = [r.at for r in self._reservations.outlived_by(jobs[line[depth][1]])]
+        if not ends:  # it was not tried in this pass, which had tried enough: nor are those behind it
+            return len(line)
+        left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
+        return next((i for i, left_s in left if left_s is not None and self._now + left_s <= max(ends)), len(line))
+
+    def _entries(self, track: LineKey | str) -> Sequence[tuple[float, JobId] | tuple[int, float, JobId]]:
+        """The waiting jobs of a queue, or of a line, first to last."""
+        return self._state.waiting.get(track, ()) if isinstance(track, str) else self._state.lines.get(track, ())
+
+    def _at(self, track: LineKey | str, depth: int) -> NextJob:
+        return self._turn(self._state.jobs[self._entries(track)[depth][-1]], track, depth)
+
+    def _turn(self, row: LiveJob, track: LineKey | str, depth: int) -> NextJob:
+        place = place_in_order(self._state, self._profile, row, self._now)
+        return NextJob(place, row.ask.id, track, depth, self._starts())
+
+
+def place_in_order(state: State, profile: Profile, row: LiveJob, now: float) -> tuple[object, ...]:
+    """Place of a waiting job: opportunistic ones last, then the rank, queue time, and id (the last element)."""
+    return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
+
+
+def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | None:
+    """Reason of a waiting job by the last passes, or None: what holds for one that is tried before it holds for it.
+
+    A pass tries no more of a line, or of a queue that is held up, than it must; the others keep their last reason.
+    """
+    row = state.jobs.get(job)
+    if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
+        return None if row is None else row.wait
+    if profile.order.by_job:
+        return _as_of_now(state, profile, row, row.wait)
+    by_queue = profile.block == "queue"
+    for *_, other in state.waiting[row.ask.queue] if by_queue else state.lines[state.line_of(row)]:
+        if other == job:
+            break
+        wait = state.jobs[other].wait
+        if wait is None or wait.reason is Reason.AWAITING_PREEMPTION or (by_queue and wait.reason in PASSED_BY):
+            continue
+        if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
+            continue
+        wait = _as_of_now(state, profile, state.jobs[other], wait)
+        text = f"It is behind {other}: {wait.text or INFO[wait.reason].text}"
+        reason = Reason.BEHIND_IN_ORDER if by_queue else wait.reason
+        return replace(wait, reason=reason, text=text, fields={**wait.fields, "behind": other})
+    return _as_of_now(state, profile, row, row.wait)
+
+
+def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait) -> Wait:
+    """What a job that finds no place waits for by now: more may be taken since it got its reason."""
+    if last.reason not in BY_PLACE:
+        return last
+    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
+
+
+def _is_shorter(row: LiveJob, wait: Wait, now: float) -> bool:
+    """Whether a job would be over before what another one has to wait for."""
+    return row.left_s is not None and now + row.left_s <= wait.number("until")

@@ -1,0 +1,277 @@
+"""Agent of a machine: an actor that reads files of jobs there by range; that of the service's machine also sends code.
+
+It travels over the calls of the engine, so that no machine has a listener for it. A machine that sees the home of the
+service needs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rota.runtime import environ, process, secrets
+from rota.runtime.clock import SystemClock
+from rota.runtime.code_pack import CodeCache, unpack
+from rota.runtime.environ import Home, JobDirs
+from rota.runtime.job_files import FileRows, JobFiles, installation_of, machine_home, sees
+from rota.runtime.launcher import CallTimeout
+from rota.runtime.ray.engine import host_selector
+from rota.spec.errors import EngineUnavailable, RotaError
+
+if TYPE_CHECKING:
+    from rota.runtime.ray.host import Boot
+
+T = TypeVar("T")
+
+SERVICE = "service"
+"""Name of the agent of the service's machine; others have the name of their machine."""
+CALLS_MAX = 16
+PART_BYTES = 4 * 2**20
+ANSWER_S = 30.0
+READ_S = 5.0
+"""Limit of a request of the service; the first one starts the agent."""
+FETCH_S = 120.0
+"""Limit of the attempts to reach the agent of the service's machine."""
+_RETRY_S = 0.5
+UNUSED_S = 86_400.0
+"""Unpacked code that no process has used for this long may be removed."""
+
+
+def namespace_of(namespace: str) -> str:
+    """Where the agents of an installation live in Ray, apart from its jobs."""
+    return f"{namespace}/agents"
+
+
+class Agent:
+    """Reads below the home that processes of its machine use. Methods block; Ray runs ``CALLS_MAX`` at once."""
+
+    def __init__(self, service_home: str, installation: str) -> None:
+        self._home = machine_home(service_home, installation)
+        self._files = JobFiles(self._home)
+
+    def listed(self, job: str, area: str, path: str, after: str) -> FileRows | RotaError:
+        """See ``JobFiles.listed``."""
+        return _value(lambda: self._files.listed(job, area, path, after))
+
+    def read(self, job: str, area: str, path: str, offset: int, count: int) -> bytes | RotaError:
+        """See ``JobFiles.read``."""
+        return _value(lambda: self._files.read(job, area, path, offset, count))
+
+    def code(self, job: str, workdir: str) -> tuple[str, int] | RotaError:
+        """Digest and bytes of the code of a job; it is packed now if that was not done at its submit."""
+        return _value(lambda: packed(self._home, job, workdir))
+
+    def code_part(self, digest: str, offset: int) -> bytes:
+        """The next ``PART_BYTES`` of an archive."""
+        with CodeCache(self._home.code_archives).path(digest).open("rb") as file:
+            return os.pread(file.fileno(), PART_BYTES, offset)
+
+    def secrets(self, named: str) -> dict[str, str] | RotaError:
+        """Values of the secrets that ``ROTA_SECRETS`` of a process names: they never lie on another machine's disk."""
+        return _value(lambda: secrets.open_from_environ({environ.HOME: str(self._home.root), secrets.VARIABLE: named}))
+
+
+def _value(work: Callable[[], T]) -> T | RotaError:
+    try:
+        return work()
+    except RotaError as error:  # raised where it was asked for: Ray would wrap it
+        return error
+
+
+def packed(home: Home, job: str, workdir: str) -> tuple[str, int]:
+    """Digest and bytes of the archive of a job, made unless it was made before. Raises BadInput for a bad workdir."""
+    cache, named = CodeCache(home.code_archives), home.job(job).code_name
+    with contextlib.suppress(FileNotFoundError):
+        digest = named.read_text(encoding="utf-8")
+        if (found := cache.find(digest)) is not None:
+            return digest, found.stat().st_size
+    digest = cache.pack(Path(workdir), without=home.root)
+    home.job(job).make()
+    process.write_private(named, digest)
+    return digest, cache.path(digest).stat().st_size
+
+
+def localized(boot: Boot) -> tuple[Boot, dict[str, str]]:
+    """A start as it is done on this machine, and the values of its secrets.
+
+    The code of a job that was packed at its submit is unpacked for all of its instances, and is their working folder.
+    An instance on a machine that does not see the home of the service has home, log, output and checkpoints in the home
+    of this machine, and its secrets from the service's machine. Raises CallTimeout while that cannot be reached.
+    """
+    service_home = boot.env.get(environ.HOME, "")
+    place = cast("dict[str, str] | None", boot.args.get("place"))
+    if place is None:
+        return boot, secrets.open_from_environ(boot.env)
+    if sees(service_home, boot.installation):
+        job, home = place["job"], Home.of(service_home)
+        if boot.installation and boot.workdir and home.job(job).code_name.exists():
+            boot = replace(boot, workdir=str(_code_of(job, home, lambda: _archive_here(home, job, boot.workdir))))
+        return boot, secrets.open_from_environ(boot.env)
+    home = machine_home(service_home, boot.installation).make()
+    fetch = partial(_fetched, boot.namespace, place["job"], boot.workdir, home)
+    workdir = boot.workdir and str(_code_of(place["job"], home, fetch))
+
+    def here(path: str) -> str:
+        inside = path == service_home or path.startswith(f"{service_home}/")
+        return f"{home.root}{path.removeprefix(service_home)}" if inside else path
+
+    env = {name: here(value) for name, value in boot.env.items()}
+    named = env.get(secrets.VARIABLE, "")
+    opened: dict[str, str] = _asked(boot.namespace, "secrets", named) if named else {}
+    there = replace(
+        boot,
+        env=env,
+        workdir=workdir,
+        log_path=boot.log_path and here(boot.log_path),
+        args={**boot.args, "place": {**place, "home": str(home.root), "workdir": workdir}},
+    )
+    return there, opened
+
+
+def _code_of(job: str, home: Home, archive: Callable[[], Path]) -> Path:
+    """The unpacked code of a job, made by the first instance of this machine; the others wait for it.
+
+    Each process shares a lock on it until it ends: what no process holds is removed when the code of others comes.
+    """
+    dirs = home.job(job).make()
+    lock = os.open(dirs.code_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    os.utime(lock)
+    with process.locked(dirs.root / "code.making"):
+        if not dirs.code.is_dir():
+            unpack(archive(), dirs.code)
+            remove_unused(home)
+    return dirs.code
+
+
+def _archive_here(home: Home, job: str, workdir: str) -> Path:
+    return CodeCache(home.code_archives).path(packed(home, job, workdir)[0])
+
+
+def _fetched(namespace: str, job: str, workdir: str, home: Home) -> Path:
+    """The archive of a job from the service's machine, unless this machine has it from another job."""
+    cache = CodeCache(home.code_archives)
+    digest, size = _asked(namespace, "code", job, workdir)
+    if (found := cache.find(digest)) is None:
+        found = cache.put(digest, _parts(namespace, digest, size))
+        cache.trim({digest})
+    return found
+
+
+def remove_unused(home: Home, unused_s: float = UNUSED_S) -> None:
+    """Remove the unpacked code of jobs that no process has held for ``unused_s``; each can be unpacked again."""
+    now = SystemClock().wall_s()
+    for folder in home.jobs.iterdir():
+        dirs = JobDirs(root=folder)
+        with contextlib.suppress(OSError), dirs.code_lock.open("r+b") as lock:
+            old = now - os.fstat(lock.fileno()).st_mtime > unused_s
+            if old and process.try_lock(lock.fileno()):
+                if dirs.code.is_dir():  # a part of it must never be taken for the whole
+                    dirs.code.rename(dirs.root / f".{dirs.code.name}-{os.getpid()}-{now:.6f}")
+                for left in dirs.root.glob(f".{dirs.code.name}-*"):  # also what an unpacking that was killed left
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def _parts(namespace: str, digest: str, size: int) -> Iterator[bytes]:
+    offset = 0
+    while offset < size:
+        part: bytes = _asked(namespace, "code_part", digest, offset)
+        if not part:
+            return  # it was cut: the digest shows it
+        offset += len(part)
+        yield part
+
+
+def _asked(namespace: str, method: str, *args: object) -> Any:
+    """Ask the agent of the service's machine, from a process that starts. Raises CallTimeout, or what it answers."""
+    deadline = time.monotonic() + FETCH_S
+    while True:
+        try:
+            agent = ray.get_actor(SERVICE, namespace=namespace_of(namespace))
+            answer: Any = ray.get(getattr(agent, method).remote(*args), timeout=ANSWER_S)
+            break
+        except (RayError, ValueError, TimeoutError) as error:  # ValueError: Ray knows no such actor (yet)
+            if time.monotonic() > deadline:
+                text = f"the machine of the service did not send what this instance needs ({method}): {error}"
+                raise CallTimeout(text) from error
+            time.sleep(_RETRY_S)
+    if isinstance(answer, RotaError):
+        raise answer
+    return answer
+
+
+class Agents:
+    """The agents of an installation as its gateway asks them; each is started when it is first needed."""
+
+    def __init__(self, namespace: str, home: Home) -> None:
+        self._namespace, self._home = namespace, home
+        self.installation = installation_of(home.root)
+        """Empty for an engine that never had another machine."""
+        self._known = dict[str, tuple[str, Any]]()
+        """By machine: Ray's id of its node, and the agent there."""
+
+    async def serve(self) -> None:
+        """Let the agent of this machine send code and secrets."""
+        if SERVICE not in self._known:
+            await asyncio.to_thread(self._start, SERVICE, ray.get_runtime_context().get_node_id())
+
+    async def ask(self, node: str, host: str, method: str, *args: object) -> Any:
+        """Ask the agent of a node, see ``host_selector``. Raises EngineUnavailable unless it answers in ``READ_S``."""
+        try:
+            async with asyncio.timeout(READ_S):
+                known = self._known.get(host) or await asyncio.to_thread(self._find, host)
+                return await getattr(known[1], method).remote(*args)
+        except TimeoutError:
+            why = f"nothing came within {READ_S:g} s"
+        except RayError:
+            why = "the engine does not reach it"
+        except EngineUnavailable as error:
+            why = error.message
+        self._known.pop(host, None)
+        raise EngineUnavailable(f"{node} does not answer: {why}")
+
+    def _find(self, host: str) -> tuple[str, Any]:
+        wanted = host_selector(host).items()
+        rows = [row for row in ray.nodes() if row["Alive"] and wanted <= row["Labels"].items()]
+        if len(rows) != 1:
+            raise EngineUnavailable("it is not a machine of the engine now")
+        return self._start(host, rows[0]["NodeID"])
+
+    def _start(self, name: str, node_id: str) -> tuple[str, Any]:
+        here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor: Any = ray.remote(Agent)
+        started = actor.options(
+            name=name,
+            namespace=namespace_of(self._namespace),
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=CALLS_MAX,
+            scheduling_strategy=here,
+        ).remote(str(self._home.root), self.installation)
+        known = self._known[name] = node_id, started
+        return known
+
+
+def end_agents(namespace: str) -> None:
+    """End every agent of an installation. Blocks."""
+    where = namespace_of(namespace)
+    rows: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    for row in rows:
+        if row["namespace"] == where:
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(row["name"], namespace=where), no_restart=True)

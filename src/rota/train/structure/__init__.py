@@ -1,0 +1,1 @@
+"""Models that were not written for plans: their parts found in their own structure, cut, and proved on an example."""

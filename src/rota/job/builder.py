@@ -84,7 +84,7 @@ class Port:
     def __str__(self) -> str:
         return f"{self.role}.{self.op}"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return getattr(_flow(str(self)).roles[self.role], self.op)(*args, **kwargs)
 
 

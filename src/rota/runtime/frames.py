@@ -99,7 +99,7 @@ def _reduced_tensor(tensor: Any) -> Any:
     return tensor.__reduce_ex__(5)
 
 
-def unpack(frame: memoryview, count: int) -> Any:
+def unpack(frame: memoryview, count: int) -> object:
     """The value of a frame with ``count`` parts, of a process that may be trusted. Raises what unpickling raises."""
     lengths = struct.unpack_from(f"<{count}Q", frame)
     at, found = _padded(8 * count), list[memoryview]()

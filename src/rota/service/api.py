@@ -112,7 +112,7 @@ class Blocking(Protocol):
 class Awaiting(Protocol):
     """A client whose requests are awaited."""
 
-    def ask(self, request: ApiRequest[D]) -> Coroutine[Any, Any, D]: ...
+    def ask(self, request: ApiRequest[D]) -> Coroutine[object, None, D]: ...
 
 
 class Method(Generic[P, D]):
@@ -121,7 +121,7 @@ class Method(Generic[P, D]):
     @overload
     def __get__(self, client: Blocking, owner: type) -> Callable[P, D]: ...
     @overload
-    def __get__(self, client: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, D]]: ...
+    def __get__(self, client: Awaiting, owner: type) -> Callable[P, Coroutine[object, None, D]]: ...
     def __get__(self, client: object, owner: type) -> object:
         raise NotImplementedError
 

@@ -16,10 +16,10 @@ class Document(dict[str, Any]):
         return html_of(self)
 
 
-def html_of(document: Mapping[str, Any]) -> str:
+def html_of(document: Mapping[str, object]) -> str:
     """The fields with a plain value as one table, ``items`` and other lists of objects as one table each."""
     head = str(document.get("kind", "")) + (f" {document['job']}" if document.get("job") else "")
-    plain, lists = dict[str, Any](), dict[str, Sequence[Mapping[str, Any]]]()
+    plain, lists = dict[str, object](), dict[str, Sequence[Mapping[str, object]]]()
     for name, value in document.items():
         if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
             lists[name] = value
@@ -31,13 +31,13 @@ def html_of(document: Mapping[str, Any]) -> str:
     return "".join(parts) or "<i>empty</i>"
 
 
-def pairs_html(pairs: Iterable[tuple[str, Any]]) -> str:
+def pairs_html(pairs: Iterable[tuple[str, object]]) -> str:
     """Names and values, one a row."""
     rows = "".join(f"<tr><th style='text-align:left'>{escape(k)}</th><td>{_cell(v)}</td></tr>" for k, v in pairs)
     return f"<table>{rows}</table>"
 
 
-def table_html(rows: Sequence[Mapping[str, Any]]) -> str:
+def table_html(rows: Sequence[Mapping[str, object]]) -> str:
     """One row an object, without columns that are empty in all; what is beyond the limits is counted."""
     names = [name for name in rows[0] if any(one.get(name) not in (None, "", [], {}) for one in rows)]
     shown = names[:COLUMNS_MAX]

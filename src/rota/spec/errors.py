@@ -123,10 +123,10 @@ class LimitExceeded(BadInput):
 class JobFileError(BadInput):
     """Every problem of one job file, in file order; ``problems`` holds them."""
 
-    def __init__(self, problems: tuple[Any, ...], *, hint: str = "", **fields: object) -> None:
+    def __init__(self, problems: tuple[object, ...], *, hint: str = "", **fields: object) -> None:
         lines = "\n".join(str(problem) for problem in problems)
         super().__init__(lines, hint=hint, **fields)
-        self.problems = problems
+        self.problems: tuple[Any, ...] = problems
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (JobFileError, self.problems, self.hint, self.fields))

@@ -1,4 +1,4 @@
-"""Named tensors shared by the processes of a machine: one writes, any other maps the same bytes, whoever dies."""
+"""Named tensors shared by the processes of a machine, and fetched by others: one writes, any other maps the same bytes."""
 
 from __future__ import annotations
 

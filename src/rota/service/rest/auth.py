@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from rota.runtime.clock import Clock, iso
@@ -341,12 +341,12 @@ class Audit:
         return cast("list[AuditLine]", newest)
 
 
-def audit_cursor(line: Mapping[str, Any]) -> str:
+def audit_cursor(line: Mapping[str, object]) -> str:
     """The place of a line among all: its time, and its request where several have one time."""
     return f"{line['at']},{line.get('request_id', '')}"
 
 
-def _wanted(line: Mapping[str, Any], text: str, before: str) -> bool:
+def _wanted(line: Mapping[str, object], text: str, before: str) -> bool:
     where = f"{line.get('method')} {line.get('path')} {line.get('user')} {line.get('address')}".lower()
     return text.lower() in where and (not before or audit_cursor(line) < before)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
-from typing import Any
 
 from rota.service.models.alerts import AlertList, AlertRow
 from rota.service.models.base import document
 from rota.service.models.cluster import QueueRow
 from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory, culprit_of_recovery
+from rota.spec.codec import JsonObject
 from rota.spec.ids import JobId
 from rota.spec.resources import Health, counted
 from rota.spec.states import JobState
@@ -37,7 +37,7 @@ class Suspicion:
     since: float
 
 
-def suspicion(why: Mapping[str, Any], now: float) -> Suspicion | None:
+def suspicion(why: JsonObject, now: float) -> Suspicion | None:
     """The suspected hang in the wait graph of a master; None while every silence may still be one long step."""
     status = {one["name"]: one for one in why.get("vertices", ())}
     for root in (*why.get("culprits", ()), *why.get("suspects", ())):

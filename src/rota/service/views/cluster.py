@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
@@ -36,7 +35,7 @@ from rota.spec.resources import CORES_LABEL, Health, Node, counted
 from rota.spec.states import JobState
 
 
-def no_usable_node(installation: Installation, unusable: Sequence[Mapping[str, Any]]) -> Why | None:
+def no_usable_node(installation: Installation, unusable: Sequence[Mapping[str, str]]) -> Why | None:
     """Why the cluster has no node: what each machine of the engine lacks, and the commands; None where it has one.
 
     ``unusable`` has ``machine``, ``why`` and ``remedy`` of each.

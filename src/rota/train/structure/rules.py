@@ -7,7 +7,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -263,7 +263,7 @@ class LocalForward:
         self.module, self.split, self.joined, self.group, self.entry = module, split, joined, group, entry
         self.inner = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         """As the whole module; a column gives its part of the output."""
         held, split = vars(self.module), self.split
         if split.enters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast
 
 from cyclopts import Group, Parameter
 
@@ -50,6 +50,22 @@ class SweepFlags:
 NO_SWEEP = SweepFlags()
 
 
+class PlannedPoint(TypedDict):
+    """A point, and the changes of the job file that it is."""
+
+    point: Point
+    sets: list[str]
+
+
+class SweepPlanDocument(TypedDict):
+    """A sweep that was not submitted, as ``--json`` prints it."""
+
+    kind: str
+    sweep: str
+    items: list[PlannedPoint]
+    budgets: list[float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
     """A sweep that was asked for and checked: its points, and the budgets of its rungs (one empty rung without)."""
@@ -74,9 +90,10 @@ class SweepPlan:
         """What is submitted for a job."""
         return {**self.body, "sets": [*self.body["sets"], *job.sets]}
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> SweepPlanDocument:
         """``SweepPlan``: the points, and the changes of the job file that each is in the first rung."""
-        rows = [{"point": {**one}, "sets": [*job.sets]} for one, job in zip(self.points, self.jobs(self.points, 0))]
+        jobs = zip(self.points, self.jobs(self.points, 0))
+        rows: list[PlannedPoint] = [{"point": one, "sets": [*job.sets]} for one, job in jobs]
         return {"kind": "SweepPlan", "sweep": self.name, "items": rows, "budgets": [*self.budgets]}
 
 

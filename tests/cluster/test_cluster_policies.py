@@ -101,6 +101,66 @@ def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_t
     assert stops <= len(asks)
 
 
+GPU_LIMITS = (
+    Queue(path="d", limit=Res(cpus=0, gpus=10), guaranteed=Res(cpus=0, gpus=8)),
+    Queue(path="d/a", limit=Res(cpus=0, gpus=6), guaranteed=Res(cpus=0, gpus=4), user_limit=Res(cpus=0, gpus=3)),
+    Queue(path="d/b", guaranteed=Res(cpus=0, gpus=4)),
+    Queue(path="e", limit=Res(cpus=0, gpus=5), guaranteed=Res(cpus=0, gpus=4)),
+)
+LIMITED = st.lists(
+    st.tuples(
+        st.sampled_from(["d/a", "d/b", "e"]),
+        st.sampled_from(["", "ann", "bob"]),
+        st.sampled_from([-1, 50, 90]),
+        st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=2),
+        st.integers(0, 7),
+    ),
+    min_size=4,
+    max_size=14,
+)
+"""Queue, user, priority and slots of a job, and how many arrivals later it ends."""
+
+
+def beyond_limits(s: State) -> list[str]:
+    """Queues and users that hold more devices than their limits, counted from the jobs alone."""
+    held: dict[tuple[str, str | None], int] = {}
+    for row in s.jobs.values():
+        devices = sum(len(one.devices) for one in row.held)
+        parts = row.ask.queue.split("/")
+        for path in ("/".join(parts[: n + 1]) for n in range(len(parts))):
+            for user in (None, row.ask.user):
+                held[path, user] = held.get((path, user), 0) + devices
+    limits = {queue.path: (queue.limit, queue.user_limit) for queue in GPU_LIMITS}
+    found = list[str]()
+    for (path, user), devices in held.items():
+        limit = limits[path][user is not None]
+        if limit is not None and devices > limit.gpus:
+            found.append(f"{user or 'all'} in {path}: {devices} of {limit.gpus}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROFILES))
+@settings(max_examples=300 if DEEP else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn=LIMITED)
+def test_no_profile_gives_a_queue_or_a_user_more_than_its_limit(
+    name: str, drawn: list[tuple[str, str, int, list[int], int]]
+) -> None:
+    nodes = (replace(node(f"n-{path}", 8), labels=((TENANT_LABEL, path),)) for path in ("d/a", "d/b", "e"))
+    s, profile, ends = state(*nodes, queues=GPU_LIMITS), get_profile(name), dict[int, list[JobId]]()
+    for now, (queue, user, priority, gpus, lasts) in enumerate(drawn):
+        one = ask(f"j{now:02}", *(slot(n) for n in gpus), queue=queue, priority=priority, user=user, at=float(now))
+        ends.setdefault(now + lasts, []).append(one.id)
+        apply(s, JobArrived(ask=one), float(now))
+        for _ in range(3):
+            for decision in step(s, Tick(), profile, float(now)):
+                if isinstance(decision, Preempt):
+                    apply(s, JobReleased(job=decision.job), float(now))
+            assert beyond_limits(s) == []
+        for job in ends.pop(now, []):
+            apply(s, JobGone(job=job), float(now))
+
+
 @pytest.mark.parametrize("name", sorted(PROFILES))
 def test_a_lonely_job_starts_at_once(name: str) -> None:
     s = cluster()

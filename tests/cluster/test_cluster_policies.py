@@ -17,7 +17,7 @@ from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Allocations, JobAsk, LiveJob
 from rota.cluster.core.preemption import RoomBound
-from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
+from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn, WakeAt
 from rota.cluster.core.queue_order import place_in_order
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.core.txn import Txn
@@ -141,7 +141,7 @@ def beyond_limits(s: State) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROFILES))
-@settings(max_examples=300 if DEEP else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300 if DEEP else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=LIMITED)
 def test_no_profile_gives_a_queue_or_a_user_more_than_its_limit(
     name: str, drawn: list[tuple[str, str, int, list[int], int]]
@@ -159,6 +159,48 @@ def test_no_profile_gives_a_queue_or_a_user_more_than_its_limit(
             assert beyond_limits(s) == []
         for job in ends.pop(now, []):
             apply(s, JobGone(job=job), float(now))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["default", "hived", "kai", "kueue", "yarn"])
+@settings(max_examples=300 if DEEP else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    promised=st.lists(st.integers(0, 5), min_size=2, max_size=3),
+    borrowed=st.lists(st.integers(0, 2), min_size=14, max_size=20),
+    order=st.permutations(range(3)),
+)
+def test_each_queue_gets_back_what_it_is_promised_from_whoever_borrowed_it(
+    name: str, promised: list[int], borrowed: list[int], order: list[int]
+) -> None:
+    """Jobs of one device each, so that nothing but the rules of the queues can hold one up."""
+    paths = "abc"[: len(promised)]
+    nodes = (replace(node(f"n-{p}", n), labels=((TENANT_LABEL, p),)) for p, n in zip(paths, promised) if n)
+    queues = tuple(Queue(path=p, guaranteed=Res(cpus=0, gpus=n) if n else None) for p, n in zip(paths, promised))
+    s, profile, now = state(*nodes, queues=queues), get_profile(name), 0.0
+    lent = {"priority": -1} if name == "hived" else {}
+    for i, queue in enumerate(borrowed):
+        apply(s, JobArrived(ask=ask(f"o{i:02}", slot(1), queue=paths[queue % len(paths)], at=now, **lent)), now)
+    settle(s, profile, now)
+    for queue in (one for one in order if one < len(promised)):
+        now += 1000.0
+        for i in range(promised[queue]):
+            apply(s, JobArrived(ask=ask(f"{paths[queue]}{i}", slot(1), queue=paths[queue], at=now)), now)
+        settle(s, profile, now)
+    held = dict.fromkeys(paths, 0)
+    for row in s.jobs.values():
+        held[row.ask.queue] += len(row.held)
+    assert all(held[path] >= count for path, count in zip(paths, promised)), (held, promised)
+
+
+def settle(s: State, profile: Profile, now: float) -> None:
+    """Passes until one stops nobody; whoever is stopped lets go at once."""
+    for _ in range(60):
+        stops = [one.job for one in step(s, Tick(), profile, now) if isinstance(one, Preempt)]
+        for job in stops:
+            apply(s, JobReleased(job=job), now)
+        if not stops:
+            return
+    raise AssertionError("jobs are stopped and started in a circle")
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

@@ -131,7 +131,7 @@ def random() -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class OwnDevices:
-    """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed."""
+    """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed, and limits hold."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
         tree = state.queues
@@ -145,7 +145,7 @@ class OwnDevices:
                     f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed ones are in use.",
                     fields={"queue": tree.rows[queue].path},
                 )
-        return None
+        return LimitsOnly().verdict(state, row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
-"""Fixture ``two``: two machines on this computer; tests of this folder are skipped where none can be made."""
+"""Two machines on this computer, how often to stop a job; tests of this folder are skipped where none can be made."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.machines.bed import Machine, bed, missing
+
+STOPS = 2 if os.environ.get("ROTA_DEEP") else 1
+"""How often a job is stopped in each way, without ``--stops``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,3 +33,9 @@ def two() -> Iterator[list[Machine]]:
     """Two machines that are on, with an empty ``/tmp`` each."""
     with bed(2) as made:
         yield made
+
+
+@pytest.fixture
+def stops(request: pytest.FixtureRequest) -> int:
+    """How often a job is stopped in each way."""
+    return int(request.config.getoption("--stops", None) or STOPS)

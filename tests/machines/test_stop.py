@@ -6,7 +6,6 @@ one is done, and those kinds are left out whose parts the others have.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,8 +16,6 @@ from tests.machines.site import Site, long, site
 from tests.real.jobs import deep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-STOPS = 2 if os.environ.get("ROTA_DEEP") else 1
-"""How often a job is stopped in each way, without ``--stops``."""
 
 TRAIN = """
 import json, os, pathlib, signal, socket, time
@@ -86,11 +83,6 @@ def over_two() -> Iterator[Site]:
         made.put("counting.py", CODE)
         made.put("train.py", TRAIN)
         yield made
-
-
-@pytest.fixture
-def stops(request: pytest.FixtureRequest) -> int:
-    return int(request.config.getoption("--stops", None) or STOPS)
 
 
 def submitted(over: Site, name: str, more: str = "") -> Watched:

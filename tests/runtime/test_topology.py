@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime.topology import locate, numa_nodes, read_topology, sockets_of
+from rota.runtime.topology import locate, numa_nodes, nvlink_islands, read_topology, sockets_of
 from rota.spec.errors import BadInput
 
 
@@ -42,3 +42,21 @@ def test_sockets_are_those_of_the_devices(tmp_path: Path) -> None:
     assert [sockets_of(one) for one in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0), (), (-1, -1, 1, 1), (0, 0, 0, 1))] == [
         2, 1, 1, 1, 1, 1,
     ]  # fmt: skip
+
+
+def test_devices_that_nvlink_connects_lie_together() -> None:
+    """The form of ``nvidia-smi topo -m``: bridges between pairs, a switch between all, PCIe alone, no device."""
+    header = "\t" + "\t".join(f"GPU{n}" for n in range(4)) + "\tNIC0\tCPU Affinity\tNUMA Affinity"
+    tail = "\tSYS\t0-31\t0"
+
+    def table(*rows: str) -> str:
+        lines = [f"GPU{n}\t" + "\t".join(row.split()) + tail for n, row in enumerate(rows)]
+        legend = "NIC0\tSYS\tSYS\tSYS\tSYS\t X\n\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing NVLinks"
+        return "\n".join([header, *lines, legend])
+
+    pairs = table("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
+    switch = table("X NV18 NV18 NV18", "NV18 X NV18 NV18", "NV18 NV18 X NV18", "NV18 NV18 NV18 X")
+    plain = table("X PIX SYS SYS", "PIX X SYS SYS", "SYS SYS X PHB", "SYS SYS PHB X")
+    found = [nvlink_islands(one) for one in (pairs, switch, plain, "No devices were found")]
+    assert found == [(0, 0, 2, 2), (0, 0, 0, 0), (-1, -1, -1, -1), ()]
+    assert [sockets_of(one) for one in found] == [2, 1, 1, 1]

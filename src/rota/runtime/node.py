@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from rota.runtime import process
-from rota.runtime.topology import SOCKETS_LABEL, numa_nodes, sockets_of
+from rota.runtime.topology import SOCKETS_LABEL, numa_nodes, nvlink_islands, sockets_of
 from rota.spec.ids import NodeId
 from rota.spec.resources import CORES_LABEL, Device, Node, parse_size
 
@@ -52,9 +52,11 @@ def local_node(host: str = LOCAL_HOST) -> Node:
 
 
 def _sockets() -> tuple[tuple[str, str], ...]:
-    """How many sockets the devices lie on, where they lie on several in order."""
-    sockets = 1 if FAKE_VARIABLE in os.environ else sockets_of(numa_nodes(bus_addresses()))
-    return ((SOCKETS_LABEL, str(sockets)),) if sockets > 1 else ()
+    """Into how many sockets, or groups that NVLink connects, the devices fall; a group lies within a socket."""
+    buses = () if FAKE_VARIABLE in os.environ else bus_addresses()
+    links = process.output_of(("nvidia-smi", "topo", "-m"), timeout_s=_QUERY_S) if len(buses) > 1 else ""
+    parts = max(sockets_of(numa_nodes(buses)), sockets_of(nvlink_islands(links or "")))
+    return ((SOCKETS_LABEL, str(parts)),) if parts > 1 else ()
 
 
 def group_backend() -> str:

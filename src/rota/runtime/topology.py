@@ -1,7 +1,8 @@
-"""Where a machine is, found and not typed: labels of Ray's table, of Kubernetes, a ``topology.yaml``, NUMA by /sys."""
+"""Where a machine is and how its devices lie, found and not typed: by Ray's table, a file, /sys and NVLink."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,28 @@ def numa_nodes(buses: tuple[str, ...], root: Path = PCI) -> tuple[int, ...]:
     return tuple(found)
 
 
-def sockets_of(numa: tuple[int, ...]) -> int:
-    """Sockets over which devices in the order of their addresses lie in equal consecutive parts; 1 if they do not."""
-    count = len(dict.fromkeys(numa))
-    if count < 2 or len(numa) % count or -1 in numa:
+def nvlink_islands(table: str) -> tuple[int, ...]:
+    """Per device, the first one with which NVLink connects it, from what ``nvidia-smi topo -m`` prints; -1 for none.
+
+    A cell of the table is ``NV`` and a number of links where NVLink connects two devices, else the way over PCIe.
+    """
+    lines = (line.split() for line in table.splitlines())
+    rows = [words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
+    found: list[int] = []
+    for own, cells in enumerate(rows):
+        linked = [other for other, cell in enumerate(cells[: len(rows)]) if re.fullmatch(r"NV\d+", cell)]
+        found.append(min(own, *linked) if linked else -1)
+    return tuple(found)
+
+
+def sockets_of(places: tuple[int, ...]) -> int:
+    """Into how many equal consecutive parts devices in the order of their addresses fall; 1 if they do not.
+
+    ``places`` has the NUMA node of each, or its island of NVLink; -1 where that is not known.
+    """
+    count = len(dict.fromkeys(places))
+    if count < 2 or len(places) % count or -1 in places:
         return 1
-    size = len(numa) // count
-    parts = [set(numa[start : start + size]) for start in range(0, len(numa), size)]
+    size = len(places) // count
+    parts = [set(places[start : start + size]) for start in range(0, len(places), size)]
     return count if all(len(part) == 1 for part in parts) else 1

@@ -307,11 +307,14 @@ def test_thousands_of_names_of_a_killed_process_are_swept_in_slices(plane: Plane
     """A script's reply holds some thousands of values: 5,000 names at once were never swept."""
     code = f"""
         import numpy as np
-        for n in range(4500): plane.put(f'd/{{n}}', np.zeros(1), orphan='drop')
-        print('holding', flush=True); {WAITING}
+        for n in range(4500):
+            plane.put(f'd/{{n}}', np.zeros(1), orphan='drop')
+            if n % 500 == 499: print('has', n + 1, flush=True)
+        {WAITING}
     """
     pid = actors.start(code)
-    actors.says(pid, "holding")
+    for count in range(500, 4501, 500):
+        actors.says(pid, f"has {count}\n")
     assert len(plane.ls("d/")) == 4500
     actors.kill(pid)
 

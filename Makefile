@@ -15,7 +15,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) 
 PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
 	s,^Installing collected packages.*,  installing what is here now,p'
 
-.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep machines sim mutants bench ui docs clean
+.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep machines sim mutants bench ui ui-test docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -85,6 +85,12 @@ bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer, and one 
 
 ui: ## build the web UI from web/ into the package, after its own tests; needs Node 20 or newer
 	cd web && npm ci && npm test && npm run build
+
+ui-test: $(VENV)/.setup-dev web/node_modules ## the page in a real Chromium: forty steps, every page at four widths, light and dark
+	ROTA_DEEP=1 $(BIN)/pytest -q tests/ui
+web/node_modules: web/package-lock.json
+	cd web && npm ci
+	@touch $@
 
 docs: $(VENV)/.setup-dev ## write what is generated in docs/ and README.md
 	$(BIN)/python docs/generate.py

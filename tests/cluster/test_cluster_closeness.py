@@ -88,7 +88,7 @@ def test_a_plan_does_not_start_on_devices_that_break_it_and_its_reason_names_the
     assert numbers == {
         "level": "node", "rule": "plan", "roles": ["train"], "groups": 1, "group_gpus": 4, "nodes_left": 0
     }  # fmt: skip
-    assert found.why.text == "The plan of train needs 1 times 4 gpus on one node; nodes that have them free: 0."
+    assert found.why.text == "The plan of train needs 1 times 4 GPUs on one node; nodes that have them free: 0."
     assert found.tally[-1].nodes_left == 0
     assert not any("replicas" in str(one["change"]) for one in found.would_start_now_with), "the plan is for 4"
 
@@ -97,7 +97,7 @@ def test_a_group_larger_than_any_node_is_refused_with_its_plan_named() -> None:
     short = shape_feasible(racks(8, 8), asks(planned(16, together=16)).shape)
     assert short is not None
     assert (short.reason, short.resource) == (Reason.TOO_LARGE, "gpu")
-    assert short.text == "the plan of train asks 16 gpus on one node; the cluster has at most 8 gpus on one node"
+    assert short.text == "the plan of train asks 16 GPUs on one node; the cluster has at most 8 GPUs on one node"
 
 
 def test_context_groups_are_on_one_node_where_that_is_possible_and_start_otherwise() -> None:

@@ -236,7 +236,7 @@ def test_what_can_never_run_is_refused_with_numbers_and_the_nearest_request() ->
     log = with_nodes()
     short = log.scheduler.infeasible(spec("x", 3, 4))
     assert short is not None
-    assert "asks 12 gpus at once" in short.text
+    assert "asks 12 GPUs at once" in short.text
     assert short.nearest[0]["value"] == 2
     assert log.scheduler.infeasible(spec("x", 2, 4)) is None
 
@@ -329,7 +329,7 @@ def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
     events = dict(log.decide(1.0))
     waits = events.pop(JobId("two"))
     assert isinstance(waits, JobWaits) and waits.reason is Reason.USER_LIMIT
-    assert waits.text == "In queue team user ann has 2 gpus of a limit of 3 gpus; the job asks 2 gpus."
+    assert waits.text == "In queue team user ann has 2 GPUs of a limit of 3 GPUs; the job asks 2 GPUs."
     assert {job for job, event in events.items() if isinstance(event, JobAdmitted)} == {"one", "three"}
     answer = log.scheduler.explain(JobId("two"), 2.0)
     assert answer is not None
@@ -337,7 +337,7 @@ def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
     assert offer == {"set": "queues.team.user_limit.gpus", "value": 4.0}
     short = log.scheduler.infeasible(spec("x", 2, 2, queue="team/a"))
     assert (
-        short is not None and short.text == "the job asks 4 gpus in all; there is a limit of 3 gpus for a user of team"
+        short is not None and short.text == "the job asks 4 GPUs in all; there is a limit of 3 GPUs for a user of team"
     )
     log.add(QueuesChanged(queues=({"path": "team", "user_limit": {"gpus": 4}}, {"path": "team/a"}, {"path": "team/b"})))
     assert [job for job, event in log.decide(3.0) if isinstance(event, JobAdmitted)] == ["two"]
@@ -353,7 +353,7 @@ def test_an_equal_job_that_waits_gets_the_reason_of_its_line_and_a_higher_limit_
     assert shown["why"]["code"] == "QUOTA_LIMIT"
     offer = explain(s, fifo, JobId("one"), 3.0).to_json()["would_start_now_with"][0]
     assert offer["change"] == {"set": "queues.default.limit.gpus", "value": 6.0}
-    assert offer["text"] == "a limit of 6 gpus for queue default instead of 4 gpus"
+    assert offer["text"] == "a limit of 6 GPUs for queue default instead of 4 GPUs"
 
 
 def test_of_a_job_that_grew_only_what_it_does_not_need_is_taken_and_it_keeps_its_own() -> None:

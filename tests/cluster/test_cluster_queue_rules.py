@@ -25,10 +25,10 @@ def queue(
         ((queue("a", 1),), (), []),
         ((queue("a", -1),), (), ["a: 'a' has an amount below 0"]),
         ((queue("a", most=Res(cpus=0, memory_bytes=-1)),), (), ["a: 'a' has an amount below 0"]),
-        ((queue("a", 1),), (node("n", 0),), ["a: with 'a' 1 gpus are promised, the cluster has 0"]),
+        ((queue("a", 1),), (node("n", 0),), ["a: with 'a' 1 GPU is promised, the cluster has 0"]),
         ((queue("a", type=A),), (node("n", 0),), ["a: no node has devices of type 'A'"]),
         ((queue("a", 4), queue("b", 4)), (node("n", 8),), []),
-        ((queue("a", 4), queue("b", 5)), (node("n", 8),), ["b: with 'b' 9 gpus are promised, the cluster has 8"]),
+        ((queue("a", 4), queue("b", 5)), (node("n", 8),), ["b: with 'b' 9 GPUs are promised, the cluster has 8"]),
         (
             (queue("a", 3, type=A), queue("b", 2, type=A)),
             (node("n", 4), node("m", 4, type="B")),
@@ -37,25 +37,25 @@ def queue(
         (
             (queue("a", cpus=9), queue("b", cpus=8)),
             (node("n", 0),),
-            ["b: with 'b' 17 cpus are promised, the cluster has 16"],
+            ["b: with 'b' 17 CPUs are promised, the cluster has 16"],
         ),
         ((queue("a", gib=65),), (node("n"),), ["a: with 'a' 65GiB of memory are promised, the cluster has 64GiB"]),
         (
             (queue("a", cpus=4, gib=1), queue("a/b", cpus=3), queue("a/c", cpus=2, gib=2)),
             (),
-            ["a/c: with 'a/c' 5 cpus are promised, 'a' is promised 4"],
+            ["a/c: with 'a/c' 5 CPUs are promised, 'a' is promised 4"],
         ),
         ((queue("a", cpus=3.3), queue("a/b", cpus=1.1), queue("a/c", cpus=2.2)), (), []),
         ((queue("a", 4, type=A), queue("a/b", 8)), (), []),
         (
             (queue("a", 4), queue("a/b", 2, type=A), queue("a/c", 3)),
             (),
-            ["a/c: with 'a/c' 5 gpus are promised, 'a' is promised 4"],
+            ["a/c: with 'a/c' 5 GPUs are promised, 'a' is promised 4"],
         ),
         (
             (queue("a", 2, cpus=4, most=Res(cpus=3, gpus=2)),),
             (),
-            ["a: 4 cpus are promised to 'a', its limit is 3"],
+            ["a: 4 CPUs are promised to 'a', its limit is 3"],
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_no_job_is_advised_to_ask_for_no_cores(used: float, asked: float, less: 
     for job in (ask("run", slot(0, cpus=used)), ask("j", slot(0, cpus=asked))):
         step(s, JobArrived(ask=job), fifo, 0.0)
     assert [one["text"] for one in explain(s, fifo, JobId("j"), 1.0).would_start_now_with] == [
-        "a user limit of 3 cpus for queue default instead of 2 cpus",
+        "a user limit of 3 CPUs for queue default instead of 2 CPUs",
         *less,
     ]
 

@@ -90,7 +90,7 @@ def test_a_job_that_never_fits_is_unschedulable_and_has_no_times(tmp_path: Path)
     assert (huge["state"], huge["first_start_s"], shown["summary"]["unschedulable"]) == ("UNSCHEDULABLE", None, 1)
     (never,) = shown["never_started"]
     assert (never["job_id"], never["reason"]) == ("huge", "TOO_LARGE")
-    assert never["text"].startswith("the whole gang asks 640 gpus at once; the cluster has ")
+    assert never["text"].startswith("the whole gang asks 640 GPUs at once; the cluster has ")
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,8 @@ def test_what_fits_is_not_short() -> None:
 @pytest.mark.parametrize(
     ("res", "resource", "asked", "available"),
     (
-        ({"gpus": 5.0}, "gpu", "5 gpus on one node", "at most 4 gpus on one node"),
-        ({"cpus": 16.5}, "cpu", "16.5 cpus on one node", "at most 16 cpus on one node"),
+        ({"gpus": 5.0}, "gpu", "5 GPUs on one node", "at most 4 GPUs on one node"),
+        ({"cpus": 16.5}, "cpu", "16.5 CPUs on one node", "at most 16 CPUs on one node"),
         ({"memory_bytes": 65 * GIB}, "mem", "65GiB memory on one node", "at most 64GiB memory on one node"),
     ),
 )
@@ -182,7 +182,7 @@ def test_a_slot_that_is_larger_than_every_node_is_named(res: Any, resource: str,
 def test_what_no_node_has_together_is_named_by_the_nodes_that_are_left() -> None:
     nodes = (node("devices", 4, cpus=2), node("cores", 0, cpus=32))
     found = short(bundle(0, "a", gpus=1.0, cpus=8.0), nodes=nodes)
-    assert (found.resource, found.asked, found.available) == ("cpu", "8 cpus on one node", "at most 2 cpus on one node")
+    assert (found.resource, found.asked, found.available) == ("cpu", "8 CPUs on one node", "at most 2 CPUs on one node")
 
 
 def test_a_type_that_is_not_there_is_named_with_those_that_are() -> None:
@@ -198,8 +198,8 @@ def test_a_type_that_is_not_there_is_named_with_those_that_are() -> None:
 @pytest.mark.parametrize(
     ("res", "resource", "asked", "available"),
     (
-        ({"gpus": 3.0}, "gpu", "9 gpus at once", "8 gpus in all"),
-        ({"cpus": 12.0}, "cpu", "36 cpus at once", "32 cpus in all"),
+        ({"gpus": 3.0}, "gpu", "9 GPUs at once", "8 GPUs in all"),
+        ({"cpus": 12.0}, "cpu", "36 CPUs at once", "32 CPUs in all"),
         ({"memory_bytes": 50 * GIB}, "mem", "150GiB memory at once", "128GiB memory in all"),
     ),
 )
@@ -227,9 +227,9 @@ def test_a_gang_whose_rules_do_not_hold_anywhere_is_a_matter_of_closeness() -> N
 def test_a_limit_of_the_queue_is_named() -> None:
     queues = (Queue(path="q", limit=Res(cpus=0.0, gpus=2.0)),)
     found = short(bundle(0, "a", gpus=3.0), queues=queues, queue="q")
-    assert (found.reason, found.role, found.asked) == (Reason.QUOTA_LIMIT, "the job", "3 gpus in all")
-    assert (found.available, found.reason in LIMITS) == ("a limit of 2 gpus for queue q", True)
-    assert found.text == "the job asks 3 gpus in all; there is a limit of 2 gpus for queue q"
+    assert (found.reason, found.role, found.asked) == (Reason.QUOTA_LIMIT, "the job", "3 GPUs in all")
+    assert (found.available, found.reason in LIMITS) == ("a limit of 2 GPUs for queue q", True)
+    assert found.text == "the job asks 3 GPUs in all; there is a limit of 2 GPUs for queue q"
     assert replace(found, nearest=()).remedy == "ask for less, or an admin for a higher limit"
     assert replace(found, nearest=(), reason=Reason.TOO_LARGE, resource="cpu").remedy == (
         "ask for less, or add nodes that can hold it"
@@ -238,7 +238,7 @@ def test_a_limit_of_the_queue_is_named() -> None:
 
 def test_amounts_have_their_units() -> None:
     assert [amount("gpu", 1500), amount("cpu", 500), amount("mem", GIB), amount("gpu:A", 2000)] == [
-        "1.5 gpus", "0.5 cpus", "1GiB memory", "2 A gpus",
+        "1.5 GPUs", "0.5 CPUs", "1GiB memory", "2 A GPUs",
     ]  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_the_rules_about_closeness_are_left_out_one_at_a_time() -> None:
     assert rules[0][2] | {"nodes_left": 0} == {
         "level": "node", "rule": "plan", "roles": ["a", "b"], "groups": 1, "group_gpus": 4, "nodes_left": 0,
     }  # fmt: skip
-    assert rules[0][1].startswith("The plan of a needs 1 times 4 gpus on one node; nodes that have them free: ")
+    assert rules[0][1].startswith("The plan of a needs 1 times 4 GPUs on one node; nodes that have them free: ")
     assert rules[1][1] == "Enough is free, but no node has room for a and b together."
     assert rules[2][1] == "Enough is free, but not for a and b apart, each in a rack of its own."
     bare = replace(given, slots=(slot(0), slot(0)))

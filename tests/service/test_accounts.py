@@ -77,6 +77,7 @@ RIGHTS = {
     "POST /api/v1/alerts:acknowledge": "own",
     "GET /api/v1/cluster": ANY,
     "GET /api/v1/cluster/heat": ANY,
+    "GET /api/v1/cluster/history": ANY,
     "GET /api/v1/queues": ANY,
     "GET /api/v1/queues/{path}": ANY,
     "GET /api/v1/reasons": ANY,

@@ -575,23 +575,23 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         wrong = await ask("queues", "apply", "wrong.yaml")
         assert wrong.status == 2
         for told in (
-            "wrong.yaml:3:29: queues[2].guaranteed: with 'a/b' 9 gpus are promised, 'a' is promised 8",
+            "wrong.yaml:3:29: queues[2].guaranteed: with 'a/b' 9 GPUs are promised, 'a' is promised 8",
             "wrong.yaml:4:10: queues[3].path: 'a' is there twice; the first is number 2",
             "wrong.yaml:5:27: queues[4].limit: no node has devices of type 'PRETEN'; did you mean 'PRETEND'?",
-            "wrong.yaml:6:27: queues[5].guaranteed: with 'd' 16 gpus are promised, the cluster has 8",
+            "wrong.yaml:6:27: queues[5].guaranteed: with 'd' 16 GPUs are promised, the cluster has 8",
             "wrong.yaml:7:10: queues[6].path: 'e/f' has no parent 'e'; list the parent too",
         ):
             assert told in wrong.err
         assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
         assert (await ask("queues", "apply", "cores.yaml")).status == 0
         table = re.sub(" +", " ", (await ask("queues")).out)
-        for row in ("both open 0 2, 1 cpu - - 0", "cores open 0 - 8 cpus, 1.5GiB 2 cpus 0", "default open 0 - - - 0"):
+        for row in ("both open 0 2, 1 CPU - - 0", "cores open 0 - 8 CPUs, 1.5GiB 2 CPUs 0", "default open 0 - - - 0"):
             assert row in table
         (tmp_path / "job.yaml").write_text(HELLO)
         assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0
         await service.until("hello-1", JobState.ADMITTED)
-        assert re.search(r" 1 cpu used, limit 8 cpus\n", (await ask("explain", "hello-1")).out)
-        assert "cores uses 2 gpus, above a limit of 1 gpu" in (await ask("queues", "apply", "lower.yaml")).out
+        assert re.search(r" 1 CPU used, limit 8 CPUs\n", (await ask("explain", "hello-1")).out)
+        assert "cores uses 2 GPUs, above a limit of 1 GPU" in (await ask("queues", "apply", "lower.yaml")).out
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
         found = [(one["id"], one["state"], one["text"]) for one in (await ask("nodes", "--json")).document["items"]]
         assert found == [("r0n0", "healthy", ""), ("r0n1", "drained", "new driver")]

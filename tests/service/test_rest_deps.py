@@ -274,7 +274,7 @@ def test_queues_are_replaced_whole_and_a_queue_with_jobs_stays(tmp_path: Path) -
             ("rl", None, 4000, 3000),
             ("rl", "local", 4000, 1000),
         ]
-        told = "queue rl uses 4 gpus, above a limit of 3 gpus: nothing is stopped, and nothing new starts until less is"
+        told = "queue rl uses 4 GPUs, above a limit of 3 GPUs: nothing is stopped, and nothing new starts until less is"
         assert over[0]["text"] == f"{told} in use"
         assert (await service.get("/jobs/hello-2"))["state"] == "ADMITTED"
         for _ in range(2):

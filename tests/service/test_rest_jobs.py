@@ -101,7 +101,7 @@ def test_what_can_never_run_is_refused_with_the_nearest_that_can(tmp_path: Path)
         answer = await service.http.post("/api/v1/jobs", json={"source": HELLO.replace("gpus: 2", "gpus: 999")})
         problem = answer.json()
         assert (answer.status_code, problem["code"], problem["exit"]) == (422, "INFEASIBLE", 4)
-        assert "999 gpus" in problem["detail"]
+        assert "999 GPUs" in problem["detail"]
         assert any("4" in str(change["text"]) for change in problem["fields"]["nearest"])
         assert (await service.get("/jobs", all=True))["items"] == []
 

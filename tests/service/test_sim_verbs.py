@@ -57,7 +57,7 @@ def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> 
     (tmp_path / "jobs.csv").write_text(TRACE + "z,0,1,640,x\n")
     status, out, _ = rota("sim", "run", *GIVEN, "--profile", "fifo")
     assert status == 0
-    assert out.rstrip().splitlines()[-1].startswith("never started: z of x: TOO_LARGE: the whole gang asks 640 gpus")
+    assert out.rstrip().splitlines()[-1].startswith("never started: z of x: TOO_LARGE: the whole gang asks 640 GPUs")
 
 
 def test_profiles_are_compared_with_the_first() -> None:

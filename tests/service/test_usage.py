@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.makers import JOB, loop, op, placement, service, spec
 
-from rota.service.views.cluster import usage_report
+from rota.service.views.cluster import usage_history, usage_report
 from rota.service.views.job_history import JobHistory, begin_history
 from rota.spec.events import JobAdmitted, JobQueued, JobRequeued, JobSubmitted, Record
 from rota.spec.ids import Epoch
@@ -40,3 +40,15 @@ def test_the_wait_is_to_the_first_devices_and_the_response_to_when_a_job_first_r
     assert figures() == (5.0, None), "it has not run yet"
     story.attempts[1].started_at = T0 + 75
     assert figures() == (5.0, 75.0)
+
+
+def test_use_over_time_is_the_mean_of_each_step() -> None:
+    held = sum(bundle.res.gpus for bundle in stopped_once().attempts[0].placement.bundles)
+    found = usage_history([stopped_once()], 8, since=T0, now=T0 + 100, points=10)
+    assert [one["waiting"] for one in found["items"]] == [0.5, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+    runs = [one["running"] for one in found["items"]]
+    assert runs == [0.5, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert [one["gpus_used"] for one in found["items"]] == [one * held for one in runs]
+    assert (found["gpus"], found["step_s"]) == (8, 10.0)
+    late = usage_history([stopped_once()], 8, since=T0 + 62.5, now=T0 + 65, points=1)
+    assert late["items"][0]["running"] == 1

@@ -38,7 +38,7 @@ SHOTS = Path(os.environ.get("ROTA_UI_SHOTS", "")) if os.environ.get("ROTA_UI_SHO
 def browser() -> Iterator[Any]:
     """A Chromium with a fresh profile, closed at the end of a file: until then this thread counts as an event loop."""
     if not CHROMIUM:
-        pytest.skip("no Chromium on PATH: the UI is not driven")
+        pytest.skip("no Chromium on PATH: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with playwright.sync_playwright() as driver:
         playwright.expect.set_options(timeout=30_000)  # its own 5 s are short where Ray starts beside it

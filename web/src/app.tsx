@@ -3,6 +3,7 @@ import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useEffect, useRef, useState } from "react";
 import { api, Problem, signIn, signOut } from "./api/client";
 import { useConnection } from "./api/live";
+import { Access, grantWords } from "./pages/Access";
 import { Admin } from "./pages/Admin";
 import { Compare } from "./pages/Compare";
 import { Job } from "./pages/Job";
@@ -18,7 +19,7 @@ import { type Theme, useTheme } from "./theme";
 
 const PAGES: [string, string, string][] = [
   ["/", "Overview", "o"], ["/queues", "Queues", "q"], ["/jobs", "Jobs", "j"], ["/nodes", "Nodes", "n"], ["/submit", "Submit", "s"],
-  ["/compare", "Compare", "c"], ["/admin", "Service", "a"],
+  ["/compare", "Compare", "c"], ["/access", "Access", "u"], ["/admin", "Service", "a"],
 ];
 
 export function App() {
@@ -68,10 +69,11 @@ function Account() {
   const me = useQuery({ queryKey: ["whoami"], queryFn: api.whoami, staleTime: Infinity });
   const leave = useMutation({ mutationFn: signOut, onSuccess: () => cache.resetQueries() });
   if (!me.data) return null;
-  const may = me.data.grants.map((one) => `${one.role} of ${one.queue || "all queues"}`).join(", ");
   return (
     <span className="account">
-      <span title={may}>{me.data.name}</span>
+      <Link to="/access" title={grantWords(me.data.grants)}>
+        {me.data.name}
+      </Link>
       <button type="button" className="link" onClick={() => leave.mutate()} disabled={leave.isPending}>
         Sign out
       </button>
@@ -94,6 +96,8 @@ function Page({ path: [page, id, tab] }: { path: string[] }) {
       return <Submit />;
     case "compare":
       return <Compare />;
+    case "access":
+      return <Access />;
     case "admin":
       return <Admin />;
     default:

@@ -62,6 +62,13 @@ export function relative(at: Date, now: Date = new Date()): string {
 /** One thing, two things. */
 export const counted = (n: number, noun: string): string => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 
+/** Why a job was placed where it is, from the facts of the decision. */
+export function placedWords(why: Record<string, unknown>): string {
+  const parts = [`Placed on ${counted(Number(why.nodes ?? 0), "node")} by the profile ${String(why.profile ?? "default")}`];
+  if (typeof why.nodes_with_data === "number") parts.push(`${why.nodes_with_data} of them with its data`);
+  return `${parts.join(", ")}.${typeof why.choice === "string" ? ` ${why.choice}` : ""}`;
+}
+
 /** A hue of 0..360 that is the same for the same name. */
 export function hue(name: string): number {
   let hash = 2166136261;

@@ -6,7 +6,6 @@ import { Problem } from "./api/client";
 import { followService } from "./api/live";
 import { App } from "./app";
 import { applyTheme, storedTheme } from "./theme";
-import "@xyflow/react/dist/style.css";
 import "./styles/main.css";
 
 /** Running times move without events; everything in sight is asked for again this often. */

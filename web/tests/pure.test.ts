@@ -4,10 +4,12 @@ import type { EventRecord, FailureList, FailureRow, GraphDocument, InstanceRow, 
 import { bytes, clock, counted, hue, moment, number, relative, seconds, stated } from "../src/format";
 import { asLines, diffLines, hunks } from "../src/parts/diff";
 import { patchOf } from "../src/parts/ExplainCard";
-import { holdersOf, racksOf, sentenceOf } from "../src/parts/HeatMap";
+import { heldBy, holdersOf, racksOf, sentenceOf, slotsOf } from "../src/parts/HeatMap";
 import { grouped } from "../src/parts/Failures";
 import { countsOf, linesOf, notesOf, observedOf, place } from "../src/parts/layout";
 import { joined } from "../src/parts/LogView";
+import { marksOf, smoothed } from "../src/parts/curves";
+import { thinned } from "../src/parts/TimelineChart";
 import { branchesOf } from "../src/parts/QueueTree";
 import { ticksOf, timelineOf } from "../src/parts/timeline";
 import { jobFileOf } from "../src/pages/Submit";
@@ -54,6 +56,29 @@ describe("what was seen on the lines of the graph", () => {
     const [before, now] = [observedOf([{ ...edge, n: 10, waited_s: 1, bytes: 0 }], 0), observedOf(graph.observed, 10_000)];
     expect(notesOf(line!, graph, waiting, now, before)).toEqual(["2/s", "205 B/s", "100 ms each", "1 waiting"]);
     expect(notesOf(line!, graph, [], now, null)).toEqual(["30 in all"]);
+  });
+});
+
+describe("colours of jobs", () => {
+  it("differ, stay while a job is there, and are given again", () => {
+    const kept = new Map<string, number>();
+    expect([...slotsOf(["a", "b", "c"], kept)]).toEqual([["a", 0], ["b", 1], ["c", 2]]);
+    expect([...slotsOf(["c", "d", "b"], kept)]).toEqual([["b", 1], ["c", 2], ["d", 0]]);
+  });
+  it("are explained with the devices of each job", () => {
+    const heat = { jobs: ["a", "b"], items: [{ held: [1, 1, 0, null] }, { held: [1] }] } as never;
+    expect(heldBy(heat)).toEqual([["b", 3], ["a", 1]]);
+  });
+});
+
+describe("curves", () => {
+  it("are smoothed without a pull to zero at their start", () => {
+    expect(smoothed([[1, 4], [2, 4], [3, 8]], 0.5).map(([, value]) => value)).toEqual([4, 4, 44 / 7]);
+    expect(smoothed([[1, 4]], 0)).toEqual([[1, 4]]);
+  });
+  it("are marked where a job went back, and ticks of commits do not run into each other", () => {
+    expect(marksOf({ items: [{ n: 2, restore: 5 }] } as never)).toEqual([{ x: 5, words: "recovery 2" }]);
+    expect(thinned([0, 1, 2, 3, 4, 6])).toEqual([0, 3, 6]);
   });
 });
 

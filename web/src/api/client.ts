@@ -1,7 +1,8 @@
 /** The one module that speaks to the service: paths, headers and errors of the REST API. */
 import type {
   AlertList, AuditList, DrainPlan, EventList, Explanation, FailureList, GraphDocument, Heat, JobDocument, JobList, JobSpecDocument, NodeList, NodeRow, Outlook, Place,
-  LogPage, PlacementDocument, PlanReport, ProfileList, QueueTree, StatusDocument, TemplateList, UserDocument, WaitGraphDocument,
+  GrantedRole, LogPage, PlacementDocument, PlanReport, ProfileList, QueueTree, ReasonList, SecretList, StatusDocument, TemplateList, TokenDocument, TokenList,
+  UsageHistory, UserDocument, UserList, WaitGraphDocument, WebhookList, WhatIf,
 } from "./types";
 
 const BASE = "/api/v1";
@@ -96,6 +97,16 @@ export const api = {
   why: (id: string) => get<WaitGraphDocument>(`/jobs/${part(id)}/why`),
   logs: (id: string, wanted: { instance?: string; since?: number; tail?: number }) => get<LogPage>(`/jobs/${part(id)}/logs${query(wanted)}`),
   heat: () => get<Heat>("/cluster/heat"),
+  history: (sinceS: number, points: number) => get<UsageHistory>(`/cluster/history${query({ since_s: sinceS, points })}`),
+  reasons: () => get<ReasonList>("/reasons"),
+  users: () => get<UserList>("/users"),
+  putUser: (name: string, grants: GrantedRole[]) => ask<UserDocument>("PUT", `/users/${part(name)}`, { grants }),
+  removeUser: (name: string) => ask<UserDocument>("DELETE", `/users/${part(name)}`),
+  tokens: () => get<TokenList>("/tokens"),
+  makeToken: (body: { user: string; name: string; role: string; queue: string; ttl_s: number | null }) => ask<TokenDocument>("POST", "/tokens", body),
+  revokeToken: (id: string) => ask<TokenDocument>("DELETE", `/tokens/${part(id)}`),
+  secrets: () => get<SecretList>("/secrets"),
+  webhooks: () => get<WebhookList>("/webhooks"),
   queues: () => get<QueueTree>("/queues"),
   nodes: () => get<NodeList>("/nodes"),
   node: (id: string) => get<NodeRow>(`/nodes/${part(id)}`),
@@ -112,6 +123,8 @@ export const api = {
     get<EventList>(`/jobs/${part(id)}/events${query({ type, after: after || undefined, limit: 1000 })}`),
   /** At most `points` events of one type, evenly spread over the job, the newest among them. */
   sample: (id: string, type: string, points: number) => get<EventList>(`/jobs/${part(id)}/events${query({ type, points })}`),
+  /** What would happen to a job that waits if it were changed so; nothing is. */
+  whatIf: (id: string, changes: string[]) => ask<WhatIf>("POST", `/jobs/${part(id)}/explain`, { changes }),
   act: (id: string, action: JobAction) => ask<JobDocument>("POST", `/jobs/${part(id)}:${action}`, {}),
   /** `version` of the document that the change was made from: the service refuses it after an edit by another user. */
   change: (id: string, changes: Record<string, unknown>, version?: number) =>

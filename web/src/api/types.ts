@@ -774,6 +774,23 @@ export interface QueueUse {
   limit_cpus: number | null;
 }
 
+/** Every reason. */
+export interface ReasonList {
+  api: "rota/v1";
+  kind: "ReasonList";
+  items: ReasonRow[];
+  next: null;
+}
+
+/** A reason: its family, whose fault it is, its sentence, and the state that it ends a job in. */
+export interface ReasonRow {
+  code: string;
+  family: string;
+  fault: string;
+  text: string;
+  ends_in: string | null;
+}
+
 /** A master of the job that was replaced: that costs the job nothing. */
 export interface ReplacedMaster {
   pid: number;
@@ -819,6 +836,19 @@ export interface ScopeRow {
   epoch: number;
 }
 
+/** The names of one's secrets. */
+export interface SecretList {
+  api: "rota/v1";
+  kind: "SecretList";
+  items: SecretRow[];
+  next: null;
+}
+
+/** The name of a secret; no answer has its value. */
+export interface SecretRow {
+  name: string;
+}
+
 /** The parallel plan of a role for one number of instances; `step_s` predicted, 0 unknown. */
 export interface SizedPlanRow {
   replicas: number;
@@ -847,6 +877,15 @@ export interface StartChange {
   text: string;
   cost: string;
   victims?: string[];
+}
+
+/** Whether a job starts now; else what binds it, what is before it, and when it would start. */
+export interface StartForecast {
+  starts_now: boolean;
+  why: Why | null;
+  ahead: Ahead;
+  victims_if_preempted: VictimRow[];
+  estimate: EstimateDocument | null;
 }
 
 /** An instance that is neither ready nor gone. */
@@ -908,6 +947,62 @@ export interface TemplateRow {
   files: Record<string, string>;
 }
 
+/** One token; `token`, its value, is in the answer that makes it and in no other. */
+export interface TokenDocument {
+  id: string;
+  user: string;
+  name: string;
+  role: string;
+  queue: string;
+  made_at: string;
+  made_by: string;
+  expires_at: string | null;
+  revoked: boolean;
+  api: "rota/v1";
+  kind: "Token";
+  token?: string;
+  url?: string;
+}
+
+/** The valid tokens. */
+export interface TokenList {
+  api: "rota/v1";
+  kind: "TokenList";
+  items: TokenRow[];
+  next: null;
+}
+
+/** A token, never its value. */
+export interface TokenRow {
+  id: string;
+  user: string;
+  name: string;
+  role: string;
+  queue: string;
+  made_at: string;
+  made_by: string;
+  expires_at: string | null;
+  revoked: boolean;
+}
+
+/** Use of the cluster over the last while, in equal steps; `gpus` are those there are now. */
+export interface UsageHistory {
+  api: "rota/v1";
+  kind: "UsageHistory";
+  gpus: number;
+  step_s: number;
+  items: UsageMoment[];
+  next: null;
+}
+
+/** Means over one step of time: devices held, jobs that had devices, jobs that waited for some. */
+export interface UsageMoment {
+  at: string | null;
+  gpus_used: number;
+  running: number;
+  waiting: number;
+}
+
 /** One user. `by` is how the caller proved who it is; `jobs` cannot start again without their secrets. */
 export interface UserDocument {
   api: "rota/v1";
@@ -916,6 +1011,20 @@ export interface UserDocument {
   name: string;
   grants: GrantedRole[];
   jobs?: string[];
+}
+
+/** Every user. */
+export interface UserList {
+  api: "rota/v1";
+  kind: "UserList";
+  items: UserRow[];
+  next: null;
+}
+
+/** A user and what it may do. */
+export interface UserRow {
+  name: string;
+  grants: GrantedRole[];
 }
 
 /** An instance, or something that an instance waits for. */
@@ -974,6 +1083,23 @@ export interface WaitRow {
   age_s: number;
 }
 
+/** Every webhook. */
+export interface WebhookList {
+  api: "rota/v1";
+  kind: "WebhookList";
+  items: WebhookRow[];
+  next: null;
+}
+
+/** A webhook: which notices go to which address, without its password. */
+export interface WebhookRow {
+  id: string;
+  url: string;
+  on: string[];
+  queue: string;
+  by: string;
+}
+
 /** What an instance holds of a weights edge: `behind` in versions, `behind_s` in seconds. */
 export interface WeightsRow {
   edge: string;
@@ -981,6 +1107,16 @@ export interface WeightsRow {
   held: number | null;
   behind: number | null;
   behind_s: number | null;
+}
+
+/** When a job that waits starts as it is (`now`), and when it would with `changes` (`then`); none is made. */
+export interface WhatIf {
+  api: "rota/v1";
+  kind: "WhatIf";
+  job: string;
+  changes: string[];
+  now: StartForecast;
+  then: StartForecast;
 }
 
 /** A reason code, its sentence, and the values that go with it. */

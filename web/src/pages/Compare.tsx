@@ -5,7 +5,8 @@ import { api } from "../api/client";
 import type { Outlook, OutlookJob } from "../api/types";
 import { number, seconds } from "../format";
 import { Answer, Card, Table, Trouble } from "../parts/basics";
-import { Chart, type Series } from "../parts/Chart";
+import { Chart } from "../parts/Chart";
+import type { Series } from "../parts/curves";
 import { jobPath, Link } from "../router";
 
 /** How many of the jobs have started after a number of seconds, one curve a policy. */

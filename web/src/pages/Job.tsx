@@ -1,21 +1,23 @@
 /** One job: what it does, what happened to it, what it says, where it runs, what it is. */
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
-import { useState } from "react";
+import { lazy, Suspense, useState } from "react";
 import { api, type JobAction } from "../api/client";
 import type { JobDocument } from "../api/types";
-import { number, seconds } from "../format";
+import { placedWords, seconds } from "../format";
 import { Answer, Card, Facts, JobState, Seconds, Table, Trouble, When } from "../parts/basics";
 import { Diff } from "../parts/Diff";
 import { asLines } from "../parts/diff";
-import { Decisions, ExplainCard } from "../parts/ExplainCard";
+import { Decisions, ExplainCard, stopsWhom } from "../parts/ExplainCard";
 import { Failures } from "../parts/Failures";
 import { LogView } from "../parts/LogView";
 import { Metrics } from "../parts/Metrics";
 import { Now } from "../parts/Now";
-import { RoleGraph } from "../parts/RoleGraph";
 import { TimelineChart } from "../parts/TimelineChart";
 import { timelineOf } from "../parts/timeline";
 import { jobPath, Link, nodePath, useQueryValues } from "../router";
+
+/** The library that draws it is loaded with the first graph. */
+const RoleGraph = lazy(() => import("../parts/RoleGraph").then((found) => ({ default: found.RoleGraph })));
 
 const TABS: [string, string][] = [
   ["", "Graph"], ["now", "Now"], ["timeline", "Timeline"], ["failures", "Failures"], ["logs", "Logs"], ["metrics", "Metrics"],
@@ -93,10 +95,16 @@ function Actions({ job }: { job: JobDocument }) {
     mutationFn: (action: JobAction) => api.act(job.id, action),
     onSuccess: () => cache.invalidateQueries({ queryKey: ["job", job.id] }),
   });
-  if (OVER.has(job.state)) return null;
+  const again = (
+    <Link className="button" to={`/submit?from=${encodeURIComponent(job.id)}`}>
+      Submit again
+    </Link>
+  );
+  if (OVER.has(job.state)) return <span className="tools">{again}</span>;
   const paused = job.state === "PAUSED";
   return (
     <span className="tools">
+      {again}
       <button type="button" disabled={act.isPending || BUSY.has(job.state)} onClick={() => act.mutate(paused ? "resume" : "pause")}>
         {paused ? "Resume" : "Pause"}
       </button>
@@ -149,7 +157,9 @@ function GraphTab({ job }: { job: JobDocument }) {
           {job.error.traceback && <pre tabIndex={0}>{job.error.traceback}</pre>}
         </Card>
       )}
-      <Answer of={graph}>{(found) => <RoleGraph job={job.id} graph={found} at={graph.dataUpdatedAt} instances={job.instances} />}</Answer>
+      <Suspense fallback={<p className="soft">Loading.</p>}>
+        <Answer of={graph}>{(found) => <RoleGraph job={job.id} graph={found} at={graph.dataUpdatedAt} instances={job.instances} />}</Answer>
+      </Suspense>
     </>
   );
 }
@@ -225,9 +235,7 @@ function PlacementTab({ job }: { job: JobDocument }) {
       {(found) =>
         found.items.length ? (
           <Card title={`Placement of attempt ${found.attempt}`}>
-            {found.why && (
-              <Facts rows={Object.entries(found.why).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : number(value)])} />
-            )}
+            {found.why && <p className="soft">{placedWords(found.why)}</p>}
             <Table
               name="Which devices of which nodes each instance has"
               rows={found.items}
@@ -309,13 +317,19 @@ function Edit({ job, spec }: { job: JobDocument; spec: Record<string, unknown> }
     onSettled: () => void cache.invalidateQueries({ queryKey: ["job", job.id] }),
   });
   const present = spec[path];
+  const ask = async () => {
+    const asked = path === "time_limit_s" ? `time_limit=${text || 0}s` : `${path}=${text}`;
+    const victims = job.state === "QUEUED" && text ? (await api.whatIf(job.id, [asked])).then.victims_if_preempted : [];
+    if (!victims.length || confirm(`${await stopsWhom(victims.map((one) => one.job))} Change it?`)) edit.mutate();
+  };
+  const asking = useMutation({ mutationFn: ask });
   return (
     <Card title="Edit">
       <form
         className="tools"
         onSubmit={(event) => {
           event.preventDefault();
-          edit.mutate();
+          asking.mutate();
         }}
       >
         <label>
@@ -331,14 +345,14 @@ function Edit({ job, spec }: { job: JobDocument; spec: Record<string, unknown> }
         <label>
           New value <input value={text} onChange={(event) => setText(event.target.value)} placeholder={present == null ? "none" : String(present)} />
         </label>
-        <button type="submit" disabled={edit.isPending}>
+        <button type="submit" disabled={edit.isPending || asking.isPending}>
           Change it
         </button>
         <span className="soft">
           now {present == null ? "none" : path.endsWith("_s") ? seconds(Number(present)) : String(present)}
         </span>
       </form>
-      <Trouble error={edit.error} />
+      <Trouble error={edit.error ?? asking.error} />
     </Card>
   );
 }

@@ -4,7 +4,7 @@ import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
 import { api, type JobQuery } from "../api/client";
 import type { JobRow, JobStateName } from "../api/types";
-import { number } from "../format";
+import { counted, number } from "../format";
 import { JobState, Seconds, Trouble, When } from "../parts/basics";
 import { jobPath, Link, useQueryValues } from "../router";
 
@@ -16,13 +16,23 @@ const ALL: JobStateName[] = [
 ];
 const HEADS = ["", "Job", "State", "Why", "User", "Queue", "Priority", "Devices", "Ready", "Ran", "Age", "Restarts", "Commit"];
 const NUMERIC = new Set(["Priority", "Devices", "Ready", "Restarts", "Commit", "Ran"]);
+/** Groups of states, as tabs with totals. */
+const GROUPS: [string, string, JobStateName[]][] = [
+  ["", "All", ALL],
+  ["live", "Running", ["ADMITTED", "CHECKING", "STARTING", "RUNNING", "RECOVERING", "RESIZING", "PREEMPTING", "STOPPING"]],
+  ["waiting", "Waiting", ["SUBMITTED", "QUEUED"]],
+  ["paused", "Paused", ["PAUSED"]],
+  ["succeeded", "Succeeded", ["SUCCEEDED"]],
+  ["failed", "Failed", ["FAILED"]],
+  ["cancelled", "Cancelled", ["CANCELLED"]],
+];
 const ORDERS: [string, string][] = [["", "newest first"], ["name", "name"], ["state", "state"], ["priority", "priority"], ["queue", "queue"]];
 
 export function Jobs() {
   const [values, change] = useQueryValues();
   const wanted: JobQuery = {
     all: values.get("ended") !== "no",
-    state: values.get("state") ? [values.get("state")!] : undefined,
+    state: values.get("state") ? [values.get("state")!] : values.get("show") ? GROUPS.find(([name]) => name === values.get("show"))?.[2] : undefined,
     queue: values.get("queue") ?? "",
     text: values.get("text") ?? "",
     sort: values.get("sort") ?? "",
@@ -40,6 +50,7 @@ export function Jobs() {
   return (
     <>
       <h1>Jobs</h1>
+      <Groups shown={values.get("show") ?? ""} />
       <Filters values={values} change={change} />
       <Bulk chosen={rows.filter((job) => chosen.has(job.id))} done={() => choose(new Set())} />
       <Trouble error={jobs.error} />
@@ -51,6 +62,21 @@ export function Jobs() {
         <JobTable rows={rows} more={jobs.hasNextPage} loading={jobs.isFetchingNextPage} load={() => void jobs.fetchNextPage()} chosen={chosen} choose={choose} />
       )}
     </>
+  );
+}
+
+function Groups({ shown }: { shown: string }) {
+  const status = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
+  const jobs = status.data?.cluster.jobs;
+  return (
+    <nav className="tabs" aria-label="Jobs by state">
+      {GROUPS.map(([name, title, states]) => (
+        <Link key={name} to={name ? `/jobs?show=${name}` : "/jobs"} aria-current={name === shown ? "page" : undefined}>
+          {title}
+          {jobs && ` (${states.reduce((sum, one) => sum + (jobs[one] ?? 0), 0)})`}
+        </Link>
+      ))}
+    </nav>
   );
 }
 
@@ -167,7 +193,8 @@ function JobTable({ rows, more, loading, load, chosen, choose }: TableProps) {
         </table>
       </div>
       <p className="soft" role="status">
-        {rows.length} jobs{more ? ", more when you scroll" : ""}
+        {counted(rows.length, "job")}
+        {more ? ", more when you scroll" : ""} with {counted(rows.reduce((sum, job) => sum + (job.ended_at ? 0 : job.gpus), 0), "device")} held or wanted
       </p>
     </>
   );

@@ -1,9 +1,11 @@
 /** The whole installation on one page: is it healthy, what holds the devices, what is not as it should be. */
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useState } from "react";
 import { api } from "../api/client";
 import type { AlertRow, JobStateName, StatusDocument } from "../api/types";
-import { counted } from "../format";
-import { Answer, Bar, Card, State, Trouble, When } from "../parts/basics";
+import { counted, number } from "../format";
+import { Answer, Bar, Card, State, Table, Trouble, When } from "../parts/basics";
+import { Chart } from "../parts/Chart";
 import { HeatMap } from "../parts/HeatMap";
 import { QueueTree } from "../parts/QueueTree";
 import { jobPath, Link, nodePath } from "../router";
@@ -22,19 +24,25 @@ export function Overview() {
       <h1>Overview</h1>
       <Answer of={status}>{(found) => <Tiles of={found} />}</Answer>
       <div className="columns wide-first">
-        <Card title="Nodes and devices">
-          <Answer of={heat}>
-            {(found) =>
-              found.items.length ? (
-                <HeatMap heat={found} />
-              ) : (
-                <p>
-                  No nodes. The service adds this machine when it starts: <code>rota up</code>
-                </p>
-              )
-            }
-          </Answer>
-        </Card>
+        <div>
+          <Card title="Nodes and devices">
+            <Answer of={heat}>
+              {(found) =>
+                found.items.length ? (
+                  <HeatMap heat={found} />
+                ) : (
+                  <p>
+                    No nodes. The service adds this machine when it starts: <code>rota up</code>
+                  </p>
+                )
+              }
+            </Answer>
+          </Card>
+          <Card title="Queues">
+            <Answer of={queues}>{(found) => <QueueTree queues={found.items} gpus={status.data?.cluster.gpus ?? 0} />}</Answer>
+          </Card>
+          <History />
+        </div>
         <div>
           <Card title="Needs attention">
             <Alerts />
@@ -81,10 +89,60 @@ export function Overview() {
           </Card>
         </div>
       </div>
-      <Card title="Queues">
-        <Answer of={queues}>{(found) => <QueueTree queues={found.items} gpus={status.data?.cluster.gpus ?? 0} />}</Answer>
-      </Card>
     </>
+  );
+}
+
+const SPANS: [string, number][] = [["hour", 3600], ["day", 86400], ["week", 7 * 86400]];
+
+/** Devices held and jobs that waited, over the last while. */
+function History() {
+  const [span, setSpan] = useState(86400);
+  const history = useQuery({ queryKey: ["history", span], queryFn: () => api.history(span, 96) });
+  return (
+    <Card title="Use over time">
+      <div className="tools">
+        <label>
+          Of the last{" "}
+          <select value={span} onChange={(event) => setSpan(Number(event.target.value))}>
+            {SPANS.map(([name, s]) => (
+              <option key={name} value={s}>
+                {name}
+              </option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <Answer of={history}>
+        {({ items, gpus, step_s }) => {
+          const ago = (i: number) => ((i + 1 - items.length) * step_s) / 3600;
+          const curve = (name: string, of: "gpus_used" | "running" | "waiting") => ({ name, points: items.map((one, i): [number, number] => [ago(i), one[of]]) });
+          return (
+            <Chart
+              name={`Devices held, of ${gpus}; jobs that ran and waited`}
+              kind="step"
+              series={[curve("devices held", "gpus_used"), curve("jobs waiting", "waiting"), curve("jobs running", "running")]}
+              x="hours from now"
+              y="mean"
+              height={200}
+              table={
+                <Table
+                  name="Use over time"
+                  rows={items.toReversed()}
+                  id={(one) => String(one.at)}
+                  columns={[
+                    { name: "From", cell: (one) => <When at={one.at} /> },
+                    { name: "Devices held", cell: (one) => number(one.gpus_used), numeric: true },
+                    { name: "Jobs running", cell: (one) => number(one.running), numeric: true },
+                    { name: "Jobs waiting", cell: (one) => number(one.waiting), numeric: true },
+                  ]}
+                />
+              }
+            />
+          );
+        }}
+      </Answer>
+    </Card>
   );
 }
 
@@ -142,9 +200,9 @@ function Tiles({ of: { state, cluster, warnings } }: { of: StatusDocument }) {
         <Tile name="Devices held" value={`${cluster.gpus_used} / ${cluster.gpus}`}>
           <Bar share={cluster.gpus ? cluster.gpus_used / cluster.gpus : 0} label={`${cluster.gpus_used} of ${cluster.gpus} devices held`} />
         </Tile>
-        <Tile name="Running" value={live} to="/jobs" />
-        <Tile name="Waiting" value={waiting} to="/jobs?state=QUEUED" />
-        <Tile name="Failed" value={count("FAILED")} to="/jobs?state=FAILED" />
+        <Tile name="Running" value={live} to="/jobs?show=live" />
+        <Tile name="Waiting" value={waiting} to="/jobs?show=waiting" />
+        <Tile name="Failed" value={count("FAILED")} to="/jobs?show=failed" />
       </div>
       {warnings.map((one) => (
         <p key={one} className="warning" role="note">

@@ -4,8 +4,8 @@ import { useRef, useState } from "react";
 import { api, Problem } from "../api/client";
 import type { Place, PlanReport } from "../api/types";
 import { ExplainCard } from "../parts/ExplainCard";
-import { Card, Table, Trouble } from "../parts/basics";
-import { go, jobPath } from "../router";
+import { Answer, Card, Table, Trouble } from "../parts/basics";
+import { go, jobPath, useQueryValues } from "../router";
 
 export interface Command {
   name: string;
@@ -37,8 +37,30 @@ const NOT_SUBMITTED = { waiting: true, blocked_by: [], placement: null, queue: {
 /** Scrolls an element into view when it appears. */
 const inView = (element: HTMLElement | null) => element?.scrollIntoView({ block: "nearest", behavior: "smooth" });
 
+/** With `?from=JOB` the editor begins with the file of that job. */
 export function Submit() {
-  const [source, setSource] = useState(jobFileOf(FIRST));
+  const [values] = useQueryValues();
+  const from = values.get("from") ?? "";
+  const spec = useQuery({ queryKey: ["job", from, "spec"], queryFn: () => api.spec(from), enabled: from !== "", staleTime: Infinity });
+  if (!from) return <Editing first={jobFileOf(FIRST)} />;
+  return (
+    <Answer of={spec}>
+      {(found) => (
+        <>
+          <Editing first={found.source} />
+          {!found.source && (
+            <p className="soft">
+              {from} came from a program and has no file; <code>rota clone {from}</code> submits it again.
+            </p>
+          )}
+        </>
+      )}
+    </Answer>
+  );
+}
+
+function Editing({ first }: { first: string }) {
+  const [source, setSource] = useState(first);
   const [workdir, setWorkdir] = useState("");
   const key = useRef(crypto.randomUUID?.() ?? String(Math.random()));
   const body = () => ({ source, filename: "job.yaml", workdir, sets: [] });

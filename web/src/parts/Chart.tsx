@@ -2,16 +2,13 @@
 import type { EChartsCoreOption, EChartsType } from "echarts/core";
 import { type ReactNode, useEffect, useRef } from "react";
 import { colour, watchTheme } from "../theme";
-
-export interface Series {
-  name: string;
-  points: [number, number][];
-}
+import type { Mark, Series } from "./curves";
 
 interface Props {
   name: string;
   kind: "line" | "bar" | "step";
   series: Series[];
+  marks?: Mark[];
   x: string;
   y: string;
   height?: number;
@@ -22,7 +19,7 @@ interface Props {
 const INKS = ["text", "soft", "line", "busy", "warn", "good", "bad"] as const;
 type Ink = Record<(typeof INKS)[number], string>;
 
-export function optionOf({ kind, series, x, y }: Pick<Props, "kind" | "series" | "x" | "y">, ink: Ink): EChartsCoreOption {
+export function optionOf({ kind, series, marks = [], x, y }: Pick<Props, "kind" | "series" | "marks" | "x" | "y">, ink: Ink): EChartsCoreOption {
   const axis = { nameTextStyle: { color: ink.soft }, axisLabel: { color: ink.soft }, splitLine: { lineStyle: { color: ink.line } } };
   return {
     animation: false,
@@ -33,8 +30,18 @@ export function optionOf({ kind, series, x, y }: Pick<Props, "kind" | "series" |
     tooltip: { trigger: "axis", renderMode: "richText", confine: true },
     xAxis: { type: "value", name: x, nameLocation: "middle", nameGap: 28, scale: true, ...axis },
     yAxis: { type: "value", name: y, nameLocation: "middle", nameGap: 44, scale: kind !== "bar", ...axis },
-    series: series.map((one) => ({
+    series: series.map((one, i) => ({
       name: one.name,
+      markLine:
+        i === 0 && marks.length
+          ? {
+              symbol: "none",
+              animation: false,
+              lineStyle: { color: ink.bad, type: "dashed" },
+              label: { formatter: "{b}", color: ink.bad, position: "insideEndTop" },
+              data: marks.map((mark) => ({ xAxis: mark.x, name: mark.words })),
+            }
+          : undefined,
       type: kind === "bar" ? "bar" : "line",
       step: kind === "step" ? "end" : undefined,
       data: one.points,
@@ -72,7 +79,7 @@ export function Chart(props: Props) {
       chart.current = null;
     };
   }, []);
-  useEffect(draw, [props.series]);
+  useEffect(draw, [props.series, props.marks]);
 
   return (
     <figure className="chart">

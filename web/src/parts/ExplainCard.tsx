@@ -2,7 +2,7 @@
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { api } from "../api/client";
 import type { DryRunEstimate, Explanation, PlanReport } from "../api/types";
-import { counted, number } from "../format";
+import { counted, number, placedWords } from "../format";
 import { jobPath, Link } from "../router";
 import { Card, Table, Trouble, When } from "./basics";
 
@@ -113,10 +113,15 @@ function Estimate({ of, starts }: { of: Explanation["estimate"] | DryRunEstimate
   );
 }
 
+/** The jobs that a change preempts, with their owners. */
+export async function stopsWhom(jobs: string[]): Promise<string> {
+  const named = await Promise.all(jobs.map(async (job) => `${job} of ${(await api.job(job)).user}`));
+  return `This preempts ${named.join(", ")}.`;
+}
+
 /** What a change does to others, with the owners of the jobs that it stops, as the question before it is made. */
 async function questionOf(offer: Explained["would_start_now_with"][number]): Promise<string> {
-  const victims = await Promise.all((offer.victims ?? []).map(async (job) => `${job} of ${(await api.job(job)).user}`));
-  const cost = victims.length ? `This stops ${victims.join(", ")}.` : offer.cost && offer.cost !== "none" ? `Cost: ${offer.cost}.` : "No other job is stopped.";
+  const cost = offer.victims?.length ? await stopsWhom(offer.victims) : offer.cost && offer.cost !== "none" ? `Cost: ${offer.cost}.` : "No other job is stopped.";
   return `Change to ${offer.text}? ${cost}`;
 }
 
@@ -155,7 +160,6 @@ function Changes({ of, job }: { of: Explained; job: string }) {
 
 function Placed({ of }: { of: Explained }) {
   if (!of.placement && !of.why) return null;
-  const why = Object.entries(of.placement?.why ?? {}).filter(([, value]) => value !== null && typeof value !== "object");
   return (
     <Card title={of.placement ? "Why it is where it is" : "Why it ended"}>
       {of.why && (
@@ -166,7 +170,7 @@ function Placed({ of }: { of: Explained }) {
       {of.placement && (
         <p>
           On {of.placement.nodes.join(", ")}
-          {why.length > 0 && <span className="soft"> ({why.map(([key, value]) => `${key}: ${number(value)}`).join(", ")})</span>}
+          {of.placement.why && <span className="soft">. {placedWords(of.placement.why)}</span>}
         </p>
       )}
     </Card>

@@ -1,5 +1,6 @@
 /** The live graph of a job: roles with the state of each instance, lines with the kind of what flows. */
 import { Background, Controls, type Edge, Handle, MarkerType, type Node, type NodeProps, Position, ReactFlow } from "@xyflow/react";
+import "@xyflow/react/dist/style.css";
 import { useMemo, useRef, useState } from "react";
 import type { GraphDocument, GraphRole, InstanceRow } from "../api/types";
 import { jobPath, Link } from "../router";
@@ -80,6 +81,8 @@ export function RoleGraph({ job, graph, at, instances }: { job: string; graph: G
     [placed, graph, instances, now, before],
   );
   const role = graph.roles.find((one) => one.name === chosen);
+  // lines that run back turn below the boxes, which alone are fitted into view
+  const below = Math.max(0, ...placed.lines.map((line) => line.below));
   return (
     <>
       <div className="graph" role="group" aria-label="Graph of roles; Enter opens a role">
@@ -90,7 +93,7 @@ export function RoleGraph({ job, graph, at, instances }: { job: string; graph: G
           nodesDraggable={false}
           nodesConnectable={false}
           fitView
-          fitViewOptions={{ maxZoom: 1.5, padding: 0.15 }}
+          fitViewOptions={{ maxZoom: 1.3, padding: { x: "5%", top: "24px", bottom: `${below ? Math.round(below * 1.3) + 48 : 24}px` } }}
           minZoom={0.1}
           preventScrolling={false}
           zoomOnScroll={false}

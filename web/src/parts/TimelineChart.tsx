@@ -12,6 +12,13 @@ const KINDS: [string, string][] = [
   ["wait", "waits"], ["start", "starts"], ["run", "runs"], ["detect", "failure seen"], ["recover", "recovers"], ["lost", "lost"],
 ];
 
+/** Places of ticks, of which none is nearer to the one before than a few pixels. */
+export function thinned(places: number[]): number[] {
+  const kept: number[] = [];
+  for (const at of places) if (at - (kept.at(-1) ?? -Infinity) >= NARROWEST) kept.push(at);
+  return kept;
+}
+
 export function TimelineChart({ of }: { of: Timeline }) {
   const length = of.to - of.from;
   const x = (at: number) => LEFT + ((at - of.from) / length) * (WIDTH - LEFT - 12);
@@ -39,8 +46,8 @@ export function TimelineChart({ of }: { of: Timeline }) {
             </text>
           </g>
         ))}
-        {of.commits.map((one) => (
-          <line key={one.n} x1={x(one.at)} x2={x(one.at)} y1={TOP} y2={height} className="tl-commit" />
+        {thinned(of.commits.map((one) => x(one.at))).map((at) => (
+          <line key={at} x1={at} x2={at} y1={TOP - 6} y2={TOP + 2} className="tl-commit" />
         ))}
         {of.rows.map((row, i) => (
           <g key={row.name} transform={`translate(0 ${TOP + i * ROW})`}>

@@ -125,7 +125,7 @@ def amount(dim: str, value: int) -> str:
     if dim == "mem":
         return f"{format_size(value)} memory"
     kind = dim.partition(":")[2]
-    return f"{value / 1000:g} {'cpus' if dim == 'cpu' else f'{kind} gpus' if kind else 'gpus'}"
+    return counted(value / 1000, "CPU" if dim == "cpu" else f"{kind} GPU".strip())
 
 
 def _slot_shortfall(empty: State, shape: Shape) -> Shortfall | None:
@@ -349,7 +349,7 @@ def waits_for_preemption(state: State, jobs: list[JobId], nodes: list[NodeId]) -
     gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
     return Wait(
         reason=Reason.AWAITING_PREEMPTION,
-        text=f"{len(jobs)} jobs are giving {gpus} gpus back.",
+        text=f"{counted(len(jobs), 'job')} {'is' if len(jobs) == 1 else 'are'} giving {counted(gpus, 'GPU')} back.",
         fields={"jobs": list(jobs), "gpus": gpus, "nodes": nodes},
     )
 
@@ -516,7 +516,7 @@ def _rules(state: State, shape: Shape) -> Iterator[tuple[Shape, str, dict[str, o
         group = max(shape.tied, key=lambda group: sum(shape.slots[i].gpus for i in group))
         gpus = sum(shape.slots[i].gpus for i in group)
         nodes = tally(state, shape)[-1].nodes_left
-        what = f"{gpus} gpus" if gpus else f"{len(group)} instances"
+        what = counted(gpus, "GPU") if gpus else f"{len(group)} instances"
         text = (
             f"The plan of {shape.role(group[0])} needs {len(shape.tied)} times {what} on one node; nodes that have "
             f"them free: {nodes}."

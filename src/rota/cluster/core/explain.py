@@ -17,7 +17,7 @@ from rota.cluster.core.queue_order import place_in_order
 from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
-from rota.spec.resources import Health
+from rota.spec.resources import Health, counted
 
 CHANGES_MAX = 8
 """Changes listed at most; each costs a few trial passes."""
@@ -294,4 +294,4 @@ def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: floa
 
 def _cost(before: Shape, after: Shape) -> str:
     gpus = before.gpus - after.gpus
-    return f"{gpus} gpus fewer" if gpus else "none"
+    return f"{counted(gpus, 'GPU')} fewer" if gpus else "none"

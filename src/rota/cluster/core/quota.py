@@ -10,7 +10,7 @@ from fractions import Fraction
 from rota.spec.errors import nearest
 from rota.spec.ids import NAME_PATTERN
 from rota.spec.queue import Queue
-from rota.spec.resources import Node, Res, format_size
+from rota.spec.resources import Node, Res, counted, format_size
 
 Amounts = Mapping[str, Fraction]
 """Amount by resource."""
@@ -365,6 +365,8 @@ def _capacity(nodes: Sequence[Node], kind: str) -> float | None:
 
 
 def _share(kind: str, value: float) -> str:
+    if noun := {"gpus": "GPU", "cpus": "CPU"}.get(kind):
+        return f"{counted(value, noun)} {'is' if value == 1 else 'are'}"
     return f"{_number(kind, value)} {'of memory' if kind == 'memory' else kind} are"
 
 

@@ -259,7 +259,7 @@ class WithinCells:
             return None
         return Wait(
             reason=Reason.GUARANTEE_FULL_NO_BORROW,
-            text=f"Queue {row.ask.queue} is promised cells of {owned} gpus in all, the job asks {shape.gpus}; "
+            text=f"Queue {row.ask.queue} is promised cells of {owned} GPUs in all, the job asks {shape.gpus}; "
             "work of a priority below 0 runs beyond them.",
             fields={"queue": row.ask.queue},
         )

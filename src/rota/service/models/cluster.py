@@ -363,6 +363,25 @@ class UsageReport(Headed):
     next: None
 
 
+class UsageMoment(Closed):
+    """Means over one step of time: devices held, jobs that had devices, jobs that waited for some."""
+
+    at: Moment | None
+    gpus_used: float
+    running: float
+    waiting: float
+
+
+class UsageHistory(Headed):
+    """Use of the cluster over the last while, in equal steps; ``gpus`` are those there are now."""
+
+    kind: Literal["UsageHistory"]
+    gpus: int
+    step_s: float
+    items: list[UsageMoment]
+    next: None
+
+
 class ProfileRow(Closed):
     """A scheduling profile with the sentence of its policy."""
 

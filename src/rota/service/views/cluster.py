@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
 from rota.cluster.sim.report import jain, spread_of
+from rota.runtime.clock import iso
 from rota.service.models.base import Why, document
 from rota.service.models.cluster import (
     ClusterTotals,
@@ -21,6 +23,8 @@ from rota.service.models.cluster import (
     NodeRow,
     QueueRow,
     QueueTree,
+    UsageHistory,
+    UsageMoment,
     UsageReport,
     UsageRow,
     UsageTotal,
@@ -248,6 +252,63 @@ def usage_report(
         items=rows,
         total=UsageTotal(gpu_hours=_hours(sum(users.values())), fairness_jain=jain(list(users.values()))),
     )
+
+
+def usage_history(jobs: Iterable[JobHistory], gpus: int, *, since: float, now: float, points: int) -> UsageHistory:
+    """``UsageHistory`` from ``since`` to ``now``, in Unix seconds, in ``points`` steps.
+
+    As in ``usage_report``, devices granted to a running job later are not counted.
+    """
+    step = (now - since) / points
+    used, running, waiting = (_Steps(points) for _ in range(3))
+    for job in jobs:
+        if job.ended_at is not None and job.ended_at < since:
+            continue
+        waits: float | None = job.submitted_at
+        for attempt in job.attempts:
+            begin, end = (attempt.admitted_at - since) / step, ((attempt.ended_at or now) - since) / step
+            if waits is not None:
+                waiting.add((waits - since) / step, begin, 1)
+            running.add(begin, end, 1)
+            used.add(begin, end, sum(bundle.res.gpus for bundle in attempt.placement.bundles))
+            waits = attempt.ended_at
+        if waits is not None:
+            waiting.add((waits - since) / step, ((job.ended_at or now) - since) / step, 1)
+    rows = zip(used.means(), running.means(), waiting.means())
+    items = [
+        UsageMoment(
+            at=iso(since + i * step), gpus_used=round(gpus_used, 3), running=round(runs, 3), waiting=round(waits, 3)
+        )
+        for i, (gpus_used, runs, waits) in enumerate(rows)
+    ]
+    return document(UsageHistory, gpus=gpus, step_s=step, items=items, next=None)
+
+
+class _Steps:
+    """Mean of a sum of rectangles over each of ``n`` equal steps: a rectangle costs the same however long it is."""
+
+    def __init__(self, n: int) -> None:
+        self._parts = [0.0] * n
+        self._changes = [0.0] * (n + 1)
+
+    def add(self, begin: float, end: float, height: float) -> None:
+        """A rectangle from ``begin`` to ``end``, counted in steps."""
+        n = len(self._parts)
+        begin, end = max(0.0, begin), min(float(n), end)
+        if end <= begin:
+            return
+        first, last = min(n - 1, int(begin)), min(n - 1, int(end))
+        if first == last:
+            self._parts[first] += (end - begin) * height
+            return
+        self._parts[first] += (first + 1 - begin) * height
+        self._parts[last] += (end - last) * height
+        self._changes[first + 1] += height
+        self._changes[last] -= height
+
+    def means(self) -> list[float]:
+        """Of each step."""
+        return [part + whole for part, whole in zip(self._parts, accumulate(self._changes))]
 
 
 def _key(job: JobHistory, by: str) -> str:

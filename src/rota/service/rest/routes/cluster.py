@@ -43,12 +43,21 @@ from rota.service.models.cluster import (
     SettingList,
     StatusDocument,
     TemplateList,
+    UsageHistory,
     UsageReport,
 )
 from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live
 from rota.service.templates import about, template_files, template_names
 from rota.service.views.alerts import alert_list
-from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree, usage_report
+from rota.service.views.cluster import (
+    cluster_totals,
+    heat_document,
+    limits_passed,
+    node_list,
+    queue_tree,
+    usage_history,
+    usage_report,
+)
 from rota.service.views.job_history import JobHistory
 from rota.service.views.machines import node_findings
 from rota.spec import codec
@@ -218,6 +227,19 @@ async def cluster(app: Parts, caller: Asker) -> Sent[ClusterDocument]:
 async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
     """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
     return app.redacted(caller, heat_document(app.loop.installation))
+
+
+@router.get("/cluster/history")
+async def history(
+    app: Parts,
+    caller: Asker,
+    since_s: Annotated[float, Query(gt=0, le=1e10)] = 86400.0,
+    points: Annotated[int, Query(ge=1, le=1000)] = 96,
+) -> Sent[UsageHistory]:
+    """Devices held, jobs that ran and jobs that waited, as means of ``points`` equal steps of the last ``since_s``."""
+    now, installation = app.clock.wall_s(), app.loop.installation
+    gpus = cluster_totals(installation)["gpus"]
+    return usage_history(installation.jobs.values(), gpus, since=now - since_s, now=now, points=points)
 
 
 @router.get("/nodes/{node}")

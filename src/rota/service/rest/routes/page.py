@@ -22,7 +22,7 @@ from rota.service.rest.auth import COOKIE, SESSION_TTL_S
 from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
 from rota.spec.errors import BadInput, NotReachable, UnknownName
 
-PAGES = ("queues", "jobs", "nodes", "submit", "compare", "admin")
+PAGES = ("queues", "jobs", "nodes", "submit", "compare", "access", "admin")
 """First parts of the addresses that the UI draws itself; each answers with the same document."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",

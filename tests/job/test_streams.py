@@ -16,7 +16,7 @@ from tests.world import virtual
 from rota.job.core.ledger import DropReason, ItemState
 from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.inspect import import_target
-from rota.job.instance.streams import Streams, drain, open_source
+from rota.job.instance.streams import Streams, open_source, stream_loop
 from rota.job.rpc.client import Request, RpcClient
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput, DataError
@@ -241,4 +241,4 @@ def test_an_index_error_before_the_end_is_bad_data_and_not_the_end(sources: Modu
 
 
 def test_stored_jobs_find_the_built_in_loop_by_the_path_that_they_name() -> None:
-    assert import_target("rota.job.streams:drain") is drain
+    assert import_target("rota.job.streams:drain") is stream_loop

@@ -22,10 +22,10 @@ from rota.spec import codec
 from rota.spec.check import nearest
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
-from rota.spec.job import DRAIN, Interface
+from rota.spec.job import STREAM_LOOP, Interface
 from rota.spec.user_code import UserCode
 
-MOVED = {DRAIN: "rota.job.instance.streams:drain"}
+MOVED = {STREAM_LOOP: "rota.job.instance.streams:stream_loop"}
 """Import paths that stored jobs name, and where their objects are now."""
 
 

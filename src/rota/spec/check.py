@@ -10,7 +10,7 @@ from math import prod
 from rota.spec.errors import nearest
 from rota.spec.gang import CELL_LEVELS, CellLevel
 from rota.spec.ids import NAME_PATTERN
-from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec, arrow_of, endpoint
+from rota.spec.job import AUTO_PLAN, STREAM_LOOP, Edge, JobSpec, Near, RoleSpec, arrow_of, endpoint
 from rota.spec.resources import types_of
 from rota.spec.torchrun import problem_of
 
@@ -106,7 +106,7 @@ def _check_names(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(path=("name",), message=f"{spec.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
     if not spec.roles:
         yield Finding(path=("roles",), message="a job needs at least one role", code="MISSING")
-    count = sum(role.workload != DRAIN for role in spec.roles)
+    count = sum(role.workload != STREAM_LOOP for role in spec.roles)
     if count > ROLES_MAX:
         yield Finding(path=("roles",), message=f"{count} roles; at most {ROLES_MAX}", code="OUT_OF_RANGE")
     for index, role in enumerate(spec.roles):

@@ -19,7 +19,7 @@ from rota.spec.torchrun import is_torchrun
 
 SPEC_VERSION = 1
 LOOP_ROLE = RoleName("loop")
-DRAIN = "rota.job.streams:drain"
+STREAM_LOOP = "rota.job.streams:drain"
 """Import path of the loop of a job that has streams and no loop of its own."""
 AUTO_PLAN = "auto"
 

@@ -1,4 +1,4 @@
-"""Named tensors shared by the processes of a machine, and fetched by others: one writes, any other maps the same bytes."""
+"""Named tensors in shared memory: one process writes, others map the same bytes, other machines fetch them once."""
 
 from __future__ import annotations
 

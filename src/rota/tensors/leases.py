@@ -3,7 +3,7 @@
 A leased version has one holder a block: a ctypes array over the mapping, or a read-only mmap of its own in sealed mode.
 Every numpy array and torch tensor of that block keeps the holder alive. When the last holder dies, its weak reference
 appends the lease to a deque, nothing more: a finalizer may run in the middle of anything, so it takes no lock and calls
-nothing. ``drain`` hands the ended leases to the thread that reports to the registry.
+nothing. ``take_ended`` hands the ended leases to the thread that reports to the registry.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Leases:
 
     @property
     def ended(self) -> int:
-        """Holders that ended and were not drained yet."""
+        """Holders that ended and were not taken yet."""
         return len(self._ended)
 
     @contextlib.contextmanager
@@ -160,7 +160,7 @@ class Leases:
             lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
         return held
 
-    def drain(self) -> list[tuple[int, int, int]]:
+    def take_ended(self) -> list[tuple[int, int, int]]:
         """Leases that ended since the last call, as (version, seq, mirror place): the caller informs the registry,
         unless seq is 0, and clears the places then."""
         out: list[tuple[int, int, int]] = []

@@ -287,7 +287,7 @@ class Session:
         """
         self.rings.settle()
         with self._release_gate:
-            ended, devices = self.space.leases.drain(), self.space.devices
+            ended, devices = self.space.leases.take_ended(), self.space.devices
             self._unsent += devices.settle(ended) if devices is not None else ended
             sent = self._unsent
             if sent:

@@ -13,7 +13,7 @@ from rota.job.core.check import check_graph
 from rota.job.core.paths import paths_of, with_default_loop, with_shared_meshes
 from rota.spec.check import ROLES_MAX, check, dotted
 from rota.spec.ids import RoleName
-from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, Near, StreamSpec, WeightsEdge
+from rota.spec.job import STREAM_LOOP, Bound, Edge, Interface, JobSpec, Near, StreamSpec, WeightsEdge
 
 PROMPTS, GROUPS = StreamSpec(name="prompts", source="m:prompts"), StreamSpec(name="groups", cap=8)
 ROLES = (
@@ -49,7 +49,7 @@ def test_a_path_that_ends_in_a_batch_operation_drives_itself() -> None:
     made = with_default_loop(job("prompts", "reward.score", "actor.update", streams=(PROMPTS,), roles=ROLES))
     (path,) = paths_of(made)
     assert path.sink is not None and path.sink.op.name == "update" and [s.op.name for s in path.stops] == ["score"]
-    assert made.loop is not None and made.loop.workload == DRAIN
+    assert made.loop is not None and made.loop.workload == STREAM_LOOP
     assert check_graph(made) == ()
     assert with_default_loop(made) == made
 

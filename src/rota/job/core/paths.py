@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rota.spec.check import Finding
 from rota.spec.dispatch import Concat, EachRule, OpSpec, Shard
-from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge, endpoint
+from rota.spec.job import LOOP_ROLE, STREAM_LOOP, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge, endpoint
 from rota.spec.resources import Res
 
 
@@ -62,7 +62,7 @@ def with_default_loop(spec: JobSpec) -> JobSpec:
     """The job with a loop that drives its streams to their end, if it has streams and no loop of its own."""
     if not spec.streams or spec.loop is not None or any(role.name == LOOP_ROLE for role in spec.roles):
         return spec
-    loop = RoleSpec(name=LOOP_ROLE, workload=DRAIN, res=Res(cpus=0.1), interface=Interface(kind="loop"))
+    loop = RoleSpec(name=LOOP_ROLE, workload=STREAM_LOOP, res=Res(cpus=0.1), interface=Interface(kind="loop"))
     return replace(spec, roles=(*spec.roles, loop))
 
 
@@ -140,7 +140,7 @@ def _lines(spec: JobSpec) -> Iterator[Finding]:
             hint = f"let the path continue over the operations, or let the loop put() what it takes from {edge.source}"
             yield Finding(path=at, message=message, hint=hint, code="CHAIN")
     paths = () if bad else paths_of(spec)
-    if len(paths) > 1 and spec.loop is not None and spec.loop.workload == DRAIN:
+    if len(paths) > 1 and spec.loop is not None and spec.loop.workload == STREAM_LOOP:
         message = (
             f"streams {' and '.join(path.head.name for path in paths)} need a loop that says in which order they go"
         )
@@ -180,7 +180,7 @@ def _line(spec: JobSpec, path: Path) -> Iterator[Finding]:
             f"{head} holds {path.ledger.cap} items, but its consumer waits for {path.micro}: it would wait for ever"
         )
         yield Finding(path=(*where, "cap"), message=message, hint=f"raise cap to {path.micro}", code="CAP_BELOW_BATCH")
-    if path.sink is not None and known and spec.loop is not None and spec.loop.workload != DRAIN:
+    if path.sink is not None and known and spec.loop is not None and spec.loop.workload != STREAM_LOOP:
         sink = f"{path.sink.role.name}.{path.sink.op.name}"
         message = f"{head} ends in {sink}, but the job has a loop, which takes the batches"
         yield Finding(

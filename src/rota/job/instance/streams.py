@@ -122,7 +122,7 @@ BAD_INSTANCES = 2
 """An item whose operation raised on this number of instances (or on all there are) is bad data."""
 Offload = Callable[..., Awaitable[Any]]
 """Calls a function that may block somewhere else (in virtual time: at once)."""
-DRAIN_COMMIT_S = 1.0
+STREAM_COMMIT_S = 1.0
 """The default loop commits this often."""
 
 
@@ -526,7 +526,7 @@ class Streams:
         await asyncio.gather(*tasks, *([self._watcher] if self._watcher else []), return_exceptions=True)
 
 
-async def drain(f: Flow) -> None:
+async def stream_loop(f: Flow) -> None:
     """The loop of a job that has streams and none of its own: each batch to the last operation of its path."""
     (path,) = paths_of(f.spec)
     stream, clock = f.streams[path.ledger.name], asyncio.get_running_loop()
@@ -537,7 +537,7 @@ async def drain(f: Flow) -> None:
         if path.sink is not None:
             answer = await getattr(f.roles[path.sink.role.name], path.sink.op.name)(batch)
             metrics = answer if isinstance(answer, dict) else metrics
-        if clock.time() - since_s >= DRAIN_COMMIT_S or stream.must_commit(path.micro):
+        if clock.time() - since_s >= STREAM_COMMIT_S or stream.must_commit(path.micro):
             await f.commit(metrics)
             since_s = clock.time()
     await f.commit(metrics)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import combinations, product
 
+import numpy as np
 import pytest
 from cluster_makers import ask, node, shape, slot, state
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rota.cluster.core.capacity import SOCKETS_LABEL, forest_of
 from rota.cluster.core.cycle import step
-from rota.cluster.core.events import JobArrived, JobGone, apply
+from rota.cluster.core.events import JobArrived, JobGone, JobHolds, apply
 from rota.cluster.core.jobs import Allocation, Shape, Slot
 from rota.cluster.core.placement import place, spread
 from rota.cluster.core.state import DATA_MAX, State
 from rota.cluster.policies import get_profile
+from rota.spec.gang import CellLevel
 from rota.spec.ids import JobId
+from rota.spec.resources import Node
 
 SLOTS = st.builds(slot, st.sampled_from([0, 0.25, 0.5, 0.75, 1, 2, 3]), cpus=st.sampled_from([0, 2, 4]))
 
@@ -153,3 +158,129 @@ def test_a_node_remembers_the_data_sets_used_last_and_keeps_them_when_the_cluste
         apply(s, JobGone(job=JobId(f"j{i}")), float(i))
     assert s.data["n0"] == tuple(f"d{i}" for i in range(DATA_MAX, 0, -1))
     assert s.with_cluster((node("n0"), node("n2")), ()).data == s.data
+
+
+# -- sockets --
+
+
+def sockets(name: str, gpus: int = 8) -> Node:
+    """A node whose devices are on two sockets, half on each."""
+    return replace(node(name, gpus), labels=((SOCKETS_LABEL, "2"),))
+
+
+def placed(s: State, gang: Shape) -> list[tuple[int, ...]] | None:
+    with s.txn() as txn:
+        found = place(s, txn, gang)
+    return None if found is None else [held.devices for held in found]
+
+
+def take(s: State, *devices: int) -> None:
+    """These devices of the only node are those of a job."""
+    job = ask(f"has{devices}", *(slot(1) for _ in devices))
+    apply(s, JobArrived(ask=job), 0.0)
+    apply(s, JobHolds(job=job.id, held=tuple(Allocation(0, (device,), 0, 0, 0) for device in devices)), 0.0)
+
+
+def test_devices_of_a_slot_are_on_the_fullest_socket_that_has_them_or_on_both() -> None:
+    s = state(sockets("a"))
+    take(s, 0)
+    assert placed(s, shape(slot(3))) == [(1, 2, 3)]
+    assert placed(s, shape(slot(4))) == [(4, 5, 6, 7)]
+    assert placed(s, shape(slot(5))) == [(1, 2, 3, 4, 5)]
+    take(s, 1, 4)
+    assert placed(s, shape(slot(3))) == [(5, 6, 7)]
+    assert placed(s, shape(slot(6))) is None
+
+
+def test_slots_that_belong_on_one_socket_are_there_or_nowhere() -> None:
+    s = state(sockets("a"))
+    take(s, 0)
+    pair = (((0, 1), "socket"),)
+    assert placed(s, shape(slot(2), slot(2), together=pair)) == [(4, 5), (6, 7)]
+    assert placed(s, shape(slot(3), slot(2), together=pair)) is None
+    assert placed(s, shape(slot(5), slot(1), together=pair)) is None
+    assert placed(s, shape(slot(5), together=(((0,), "socket"),))) is None, "a slot on both is on none"
+    assert placed(s, shape(slot(2), slot(0), together=pair)) is not None, "a slot without devices has no socket"
+
+
+def test_slots_that_belong_on_different_sockets_are_apart_or_nowhere() -> None:
+    s = state(sockets("a"))
+    parted = (((0,), (1,), "socket"),)
+    found = placed(s, shape(slot(1), slot(2), apart=parted))
+    assert found is not None and {device // 4 for device in found[0]}.isdisjoint(device // 4 for device in found[1])
+    assert placed(s, shape(slot(5), slot(1), apart=parted)) is None
+    assert placed(s, shape(slot(4), slot(4), apart=parted)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_a_node_with_sockets_is_a_cell_of_them_unless_its_devices_cannot_be_halved() -> None:
+    (even,), (odd,) = forest_of([sockets("a", 4)]), forest_of([sockets("b", 3)])
+    assert [(one.kind, one.address, [leaf.address for leaf in one.children]) for one in even.children] == [
+        ("socket", "0", ["0", "1"]),
+        ("socket", "1", ["2", "3"]),
+    ]
+    assert [one.kind for one in odd.children] == ["A"] * 3
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.sampled_from([slot(n) for n in (0, 0.5, 1, 2, 3)]), min_size=2, max_size=4),
+    st.sampled_from(["device", "socket", "node"]),
+    st.lists(st.integers(0, 3), max_size=3, unique=True),
+)
+def test_slots_that_belong_together_fit_exactly_when_brute_force_over_devices_says_so(
+    slots: list[Slot], level: CellLevel, taken: list[int]
+) -> None:
+    s = state(sockets("a", 4), node("b", 2))
+    if taken:
+        take(s, *taken)
+    gang = shape(*slots, together=((tuple(range(len(slots))), level),))
+    found = placed(s, gang)
+    assert (found is not None) == _somewhere(s, gang, level)
+
+
+def _somewhere(s: State, gang: Shape, level: CellLevel) -> bool:
+    """Whether some choice of devices, out of all, puts every slot into one cell of the level."""
+    cells = {"device": lambda d: d, "socket": lambda d: int(s.dev_socket[d]), "node": lambda d: int(s.dev_node[d])}
+    for row in range(len(s.nodes)):
+        mine = [d for d in range(len(s.dev_milli)) if s.dev_node[d] == row]
+        choices = [list(combinations(mine, one.gpus or (1 if one.milli else 0))) for one in gang.slots]
+        for chosen in product(*choices):
+            left = {d: int(s.dev_milli[d]) for d in mine}
+            for one, devices in zip(gang.slots, chosen):
+                for d in devices:
+                    left[d] -= one.milli or 1000
+            inside = [{cells[level](d) for d in devices} for devices in chosen if devices]
+            close = all(one == inside[0] for one in inside) and (level != "socket" or all(len(i) == 1 for i in inside))
+            if min(left.values()) >= 0 and close:
+                return True
+    return False
+
+
+# -- which cell, which nodes --
+
+
+def test_a_gang_of_unequal_slots_lies_in_one_rack_although_the_gaps_elsewhere_are_smaller() -> None:
+    s = state(node("a", 2, rack="r0"), node("b", 2, rack="r0"), node("c", 1, rack="r1"))
+    gang = shape(slot(2), slot(1))
+    with s.txn() as txn:
+        close, anywhere = place(s, txn, gang), place(s, txn, gang, close=False)
+    assert close is not None and {int(s.domain[held.node]) for held in close} == {int(s.domain[0])}
+    assert anywhere is not None and [held.node for held in anywhere][1] == 2
+
+
+def test_devices_of_nodes_that_are_not_allowed_do_not_count_for_the_size_of_a_rack() -> None:
+    """The first rack has four that may be used, the second five; all six of the first would be more."""
+    sizes = (("a", 2, "r0"), ("b", 2, "r0"), ("c", 2, "r0"), ("d", 2, "r1"), ("e", 3, "r1"))
+    s = state(*(node(name, count, rack=rack) for name, count, rack in sizes))
+    with s.txn() as txn:
+        found = place(s, txn, shape(slot(2), slot(2)), allowed=np.array([True, False, True, True, True]))
+    assert found is not None and [held.node for held in found] == [0, 2]
+
+
+def test_what_a_tied_group_holds_is_divided_and_a_share_beside_it_keeps_its_device() -> None:
+    gang = replace(shape(slot(1), slot(2), slot(0.5)), tied=((0, 1),))
+    with (s := state(node("a", 4))).txn() as txn:
+        found = place(s, txn, gang)
+    assert found is not None
+    assert [(len(held.devices), held.milli) for held in found] == [(1, 0), (2, 0), (1, 500)]
+    assert len({device for held in found for device in held.devices}) == 4

@@ -57,6 +57,14 @@ def queue(
             (),
             ["a: 4 CPUs are promised to 'a', its limit is 3"],
         ),
+        ((queue("a"), queue("b"), queue("a")), (), ["a: 'a' is there twice"]),
+        ((queue("a/b/c"), queue("a")), (), ["a/b/c: 'a/b/c' has no parent 'a/b'"]),
+        (
+            (queue("a b"), queue("a//c")),
+            (),
+            ["a b: 'a b' is not NAME/NAME/...", "a//c: 'a//c' is not NAME/NAME/...", "a//c: 'a//c' has no parent 'a/'"],
+        ),
+        ((Queue(path="a", weight=0),), (), ["a: 0 is not above 0"]),
     ],
 )
 def test_promises_stay_within_the_parent_the_limit_and_the_cluster(

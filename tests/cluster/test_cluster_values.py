@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -20,15 +22,33 @@ from rota.cluster.core.admission import (
     roles_of,
     shape_feasible,
     smaller,
+    tally,
     with_instances,
     with_slots,
     without,
 )
-from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, StopRequested, apply
+from rota.cluster.core.cycle import events_of, step
+from rota.cluster.core.events import (
+    JobArrived,
+    JobHolds,
+    JobPaused,
+    JobReleased,
+    JobResized,
+    JobSaved,
+    NodeChanged,
+    PairUndone,
+    StopRequested,
+    Tick,
+    apply,
+)
+from rota.cluster.core.guarded import refusals
 from rota.cluster.core.jobs import Allocation, Allocations, LiveJob, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
-from rota.cluster.core.preemption import TentativeAllocations, take_what_is_free
+from rota.cluster.core.preemption import TentativeAllocations, choose_victims, lost_gpu_s, take_what_is_free
+from rota.cluster.core.profile import Admit, Preempt
+from rota.cluster.core.quota import ShareRequest, fair_shares
 from rota.cluster.core.state import State
+from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import Fit
 from rota.cluster.policies.gandiva import LendAndPack, kinship, pair_of, potential
 from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
@@ -518,3 +538,99 @@ def test_two_that_share_do_not_pay_when_both_together_gain_nothing() -> None:
     assert LendAndPack(60.0, 0.1).pays(one, other, 59.0), "not measured for a round"
     assert LendAndPack(60.0, 0.1).pays(replace(one, rate=None), other, 70.0)
     assert LendAndPack(60.0, 0.1).pays(one, replace(other, rate=None), 70.0)
+
+
+# -- what is counted, and who notices ---------------------------------------------------------------------------------
+
+
+def test_a_share_of_a_device_is_counted_on_nodes_with_a_device_that_has_it_left() -> None:
+    s = state(node("a", 1), node("b", 1), node("c", 0))
+    running(s, "half", (Allocation(0, (0,), 600, 0, 0),), slot(0.6))
+    left = {one.constraint: one.nodes_left for one in tally(s, shape(slot(0.5)))}
+    assert left["in the cluster"] == 3 and list(left.values())[-1] == 1, "half of the device on node b alone"
+
+
+def test_what_would_start_on_a_device_or_node_out_of_order_or_on_another_node_is_refused() -> None:
+    s = state(node("a", 2), node("b", 2))
+    for name in ("j", "k"):
+        apply(s, JobArrived(ask=ask(name, slot(1))), 0.0)
+    apply(s, NodeChanged(node=NodeId("a"), health=Health.SUSPECT, devices=(0,)), 0.0)
+
+    def why(*rows: Allocation) -> dict[JobId, str]:
+        return refusals(s, [Admit(job=JobId(name), held=(one,)) for name, one in zip("jk", rows)])
+
+    assert why(Allocation(0, (1,), 0, 0, 0), Allocation(1, (2,), 0, 0, 0)) == {}
+    assert why(Allocation(0, (0,), 0, 0, 0)) == {"j": "a, or a device of it, takes no work"}
+    assert why(Allocation(0, (2,), 0, 0, 0)) == {"j": "a, or a device of it, takes no work"}
+    assert why(Allocation(1, (2,), 0, 0, 0), Allocation(1, (2,), 0, 0, 0)) == {
+        "k": "what it would get of b is not free"
+    }
+
+
+def test_a_job_that_does_not_run_is_not_made_larger() -> None:
+    s = state(node("n", 4))
+    apply(s, JobArrived(ask=ask("waits", slot(1))), 0.0)
+    job = running(s, "stops", (Allocation(0, (0,), 0, 0, 0),), slot(1))
+    apply(s, StopRequested(job=job), 1.0)
+    for name in ("waits", "stops"):
+        apply(s, JobResized(job=JobId(name), held=(Allocation(0, (1,), 0, 0, 0), Allocation(0, (2,), 0, 0, 0))), 2.0)
+    assert [len(s.jobs[JobId(name)].held) for name in ("waits", "stops")] == [0, 1]
+    assert int(s.free.sum()) == 3
+
+
+def test_who_waits_is_tried_again_when_a_job_gives_back_what_it_had_beyond_its_request() -> None:
+    s, fifo = state(node("n", 4)), get_profile("fifo")
+    step(s, JobArrived(ask=ask("large", slot(1), slots_max=4)), fifo, 0.0)
+    apply(s, JobResized(job=JobId("large"), held=tuple(Allocation(0, (d,), 0, 0, 0) for d in range(4))), 1.0)
+    step(s, JobArrived(ask=ask("waits", slot(2))), fifo, 2.0)
+    step(s, Tick(), fifo, 3.0)
+    assert s.jobs[JobId("waits")].phase == "queued"
+    step(s, JobResized(job=JobId("large"), held=(Allocation(0, (0,), 0, 0, 0),)), fifo, 4.0)
+    assert s.jobs[JobId("waits")].phase == "running"
+
+
+def test_what_happens_when_decisions_are_carried_out() -> None:
+    job, other = JobId("j"), JobId("k")
+    stop = Preempt(job=job, for_job=other, reason=Reason.PREEMPTED_PRIORITY, grace_s=1.0)
+    assert list(events_of([stop])) == [StopRequested(job=job)]
+    undone = replace(stop, undone=("a", "b"))
+    assert list(events_of([undone])) == [StopRequested(job=job), PairUndone(job=job, pair=("a", "b"))]
+
+
+def test_what_is_left_over_in_whole_units_goes_to_the_largest_remainder_that_may_have_it() -> None:
+    def of(weight: int, asks: int) -> ShareRequest:
+        return ShareRequest(deserved=Fraction(0), request=Fraction(asks), weight=Fraction(weight))
+
+    shares, left = fair_shares(Fraction(10), {"a": of(1, 99), "b": of(1, 99), "c": of(1, 99)}, Fraction(1))
+    assert (shares, left) == ({"a": 4, "b": 3, "c": 3}, 0)
+    half = ShareRequest(deserved=Fraction(0), request=Fraction(99), most=Fraction(7, 2), weight=Fraction(1))
+    shares, left = fair_shares(Fraction(10), {"a": half, "b": half, "c": half}, Fraction(1))
+    assert shares == {"a": Fraction(7, 2), "b": Fraction(7, 2), "c": 3} and left == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_few_candidates_those_are_stopped_that_lose_least(seed: int) -> None:
+    rng = random.Random(seed)
+    s = state(node("a", 4), node("b", 4))
+    candidates = list[tuple[LiveJob, Reason]]()
+    for row in range(2):
+        first = 0
+        while first < 4 and (size := min(rng.randint(1, 3), 4 - first)):
+            devices = tuple(range(4 * row + first, 4 * row + first + size))
+            job = running(
+                s, f"r{4 * row + first}", (Allocation(row, devices, 0, 0, 0),), slot(size), now=rng.random() * 99
+            )
+            candidates.append((s.jobs[job], Reason.PREEMPTED_PRIORITY))
+            first += size
+    rng.shuffle(candidates)
+    wanted = LiveJob(ask=ask("j", *rng.choice(([slot(4)], [slot(2), slot(2)], [slot(3)], [slot(2)] * 3))))
+    with s.txn() as txn:
+        found = choose_victims(s, txn, wanted, Fit(), candidates, 100.0)
+        fitting = list[float]()
+        for n in range(1, len(candidates) + 1):
+            for some in combinations(candidates, n):
+                with txn.trial():
+                    s.lift(txn, [one.ask.id for one, _ in some])
+                    if Fit().place(s, txn, wanted) is not None:
+                        fitting.append(sum(lost_gpu_s(s, one.ask.id, 100.0, 60.0) for one, _ in some))
+    assert found is not None and sum(one.lost_gpu_s for one in found) == pytest.approx(min(fitting))

@@ -258,6 +258,25 @@ def test_a_group_is_replicated_and_deleted_everywhere(scripts: Crew, four: list[
     assert "shadow" in scripts.start(four[3], brought).said()["names"]
 
 
+def test_weights_that_no_state_gives_again_survive_the_machine_that_published_them(
+    scripts: Crew, four: list[Machine]
+) -> None:
+    code = """
+    from rota.job import checkpoint
+    checkpoint.publish(plane, "j-1", "actor->ref", 2, 1, {"x": np.arange(10.0)})
+    say(host=checkpoint.copy(plane, "j-1", "actor->ref", 2, ["m0", "m2"])[0])
+    threading.Event().wait()
+    """
+    assert scripts.start(four[0], code).said() == {"host": "m2"}
+    four[0].kill()
+    found = """
+    from rota.job import checkpoint
+    got = checkpoint.find_weights(plane, "j-1", "actor->ref", 2)
+    say(sum=None if got is None else float(np.asarray(got["x"]).sum()))
+    """
+    assert scripts.start(four[1], found).said() == {"sum": 45.0}
+
+
 def test_after_a_partition_the_version_of_the_newer_epoch_is_the_one_everywhere(
     scripts: Crew, four: list[Machine]
 ) -> None:

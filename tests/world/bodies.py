@@ -349,9 +349,11 @@ class SimInstance:
         self._store.disk.add((self._job, one, n))
         return {"answer": "done"}
 
-    async def copy(self, *, owner: str, n: int, hosts: list[str]) -> dict[str, Any]:
+    async def copy(self, *, owner: str, n: int, hosts: list[str], weights: bool) -> dict[str, Any]:
         """To the next host in the order of names, as the real one."""
         await self._work(0.5)
+        if weights:
+            return {"answer": "done", "host": self._host, "epoch": self.epoch}
         others = sorted(
             (one for one in self._store.hosts if one != self._host), key=lambda one: (one < self._host, one)
         )

@@ -184,23 +184,25 @@ def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, s
     return sum(int(tensor.nbytes) for tensor in parts.values())
 
 
-def epoch_of(plane: Plane, job: JobId, instance: InstanceId, n: int) -> int:
-    """The epoch under which the state of commit ``n`` was put into memory; 0 when it is not there."""
+def epoch_of(plane: Plane, name: str, n: int) -> int:
+    """The epoch under which step ``n`` of a group was put into the memory of this machine; 0 when it is not there."""
     try:
-        return int(plane.get_group(shadow_name(job, instance), step=n, as_="numpy").epoch)
+        return int(plane.get_group(name, step=n, as_="numpy").epoch)
     except TensorError:
         return 0
 
 
-def copy(plane: Plane, job: JobId, instance: InstanceId, n: int, hosts: Sequence[str]) -> tuple[str, int]:
-    """Let another machine have the state of commit ``n``, one of ``hosts`` if it can; its host, the epoch of the state.
+def copy(plane: Plane, job: JobId, owner: InstanceId | str, n: int, hosts: Sequence[str]) -> tuple[str, int]:
+    """Let another machine, one of ``hosts`` if it can, have the state of commit ``n`` or version ``n`` of an edge.
+
+    Returns its host and the epoch under which it was made.
 
     Those after the own one in the order of names are asked first, so that of many machines each has one other's.
     Raises StateLost when memory does not have it, NotReachable when no machine takes it.
     """
-    name, known = shadow_name(job, instance), directory.current()
-    if (epoch := epoch_of(plane, job, instance, n)) == 0:
-        raise StateLost(f"the state of {instance} at commit {n} is gone")
+    name, known = weights_name(job, owner) if isinstance(owner, str) else shadow_name(job, owner), directory.current()
+    if (epoch := epoch_of(plane, name, n)) == 0:
+        raise StateLost(f"{owner} at commit {n} is gone")
     others = _others(known, hosts) if known is not None else set[str]()
     said: list[str] = []
     for host in sorted(others, key=lambda one: (one not in hosts, known is not None and one < known.host, one)):
@@ -442,7 +444,7 @@ def restored(
     What lies in memory since before a rollback has the number of a later commit, but an older epoch: then the file.
     """
     path = find(root, instance, n)
-    if path is not None and epoch_of(plane, job, instance, n) < _epoch_of(path):
+    if path is not None and epoch_of(plane, shadow_name(job, instance), n) < _epoch_of(path):
         return read(path)
     try:
         return load(plane, job, instance, n, source)

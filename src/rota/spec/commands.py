@@ -124,7 +124,7 @@ class CheckNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """One file of a checkpoint: the state of an instance, or commit ``n`` of a weights edge, and who writes it."""
+    """One part of a commit: the state of an instance, or version ``n`` of a weights edge, and who saves it."""
 
     owner: InstanceId | str
     process: InstanceId

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.job.core.conftest import Driven
 from tests.job.core.test_shutdown import failures_of
-from tests.makers import admitted, at, loop, mesh, replay, spec, submitted
+from tests.makers import admitted, at, loop, mesh, replay, service, spec, submitted
 from tests.makers import fail as contract
 
 from rota.job.core import survival
@@ -25,8 +25,8 @@ from rota.spec.events import (
     PreemptAsked,
     RolledBack,
 )
-from rota.spec.ids import Epoch, JobId
-from rota.spec.job import Checkpoint, JobSpec
+from rota.spec.ids import Epoch, JobId, RoleName
+from rota.spec.job import Checkpoint, JobSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -84,6 +84,20 @@ def test_one_copy_is_under_way_at_a_time_and_it_is_of_the_last_commit_then(drive
     driven.feed(CommitCopied(n=1, loop_epoch=first.loop_epoch, copies=(("actor", 0, "h1", 1), ("actor", 1, "h0", 1))))
     assert (driven.ctx.copied_n, copying(driven).n) == (1, 2)
     assert replay(driven.ctx.job, driven.records) == driven.ctx
+
+
+def test_weights_that_the_state_of_a_commit_does_not_give_again_are_copied_with_it(driven):
+    edge = WeightsEdge(source=RoleName("actor"), target=RoleName("ref"), every=2)
+    driven.run(spec(mesh("actor", 2, fail=contract(state=("peer",))), service("ref", 1), loop(), weights=(edge,)), "h0")
+    for n, published, wanted_versions in ((1, 0, []), (2, 2, []), (3, 2, [(edge.name, "actor/0", 2)])):
+        cursor = {"weights": {edge.name: [1, published]}}
+        driven.feed(Committed(n=n, loop_epoch=driven.ctx.loop_epoch, cursor=cursor))
+        command = copying(driven)
+        found = [(part.owner, str(part.process), part.n) for part in command.parts if part.n is not None]
+        assert found == wanted_versions and len(command.parts) == 2 + len(found)
+        copies = (("actor", 0, "h1", 1), ("actor", 1, "h1", 1))
+        driven.feed(CommitCopied(n=n, loop_epoch=command.loop_epoch, copies=copies))
+        assert driven.ctx.copied_n == n
 
 
 def test_a_job_without_peers_copies_nothing(driven):

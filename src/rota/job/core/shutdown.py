@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 
 from rota.job.core.context import FAILED_GRACE_S, Ending, InstanceRecord, JobContext, Phase, replace
 from rota.job.core.resize import PLANNED
-from rota.job.core.survival import WEIGHTS, keepers, savings, unsaved, writer_of
+from rota.job.core.survival import keepers, kept_weights, savings, unsaved
 from rota.job.core.transitions import moved
-from rota.spec.commands import FENCED_GRACE_S, SaveCommit, Saving, SetTimer
+from rota.spec.commands import FENCED_GRACE_S, SaveCommit, SetTimer
 from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
-from rota.spec.ids import InstanceId
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
 
@@ -34,16 +33,8 @@ def saving(ctx: JobContext) -> SaveCommit | None:
         return None
     if (parts := savings(ctx, keepers(ctx))) is None:
         return None
-    there = dict(ctx.hosts)
-    for edge in ctx.spec.weights if ctx.spec is not None else ():
-        published = int(ctx.cursor.get(WEIGHTS, {}).get(edge.name, (0, 0))[1])
-        source = InstanceId(edge.source, 0)
-        home = there.get(source) or (ctx.bundle(source)[1].host if source in ctx.bound else "")
-        if 0 < published < ctx.committed and (writer := writer_of(ctx, source, home)) is not None:
-            # What was published with this very commit is made from the state again.
-            parts.append(Saving(owner=edge.name, process=writer[0], started_epoch=writer[1], n=published))
     lost = sum(one.state is InstanceState.LOST for one in ctx.instances.values())
-    return SaveCommit(n=ctx.committed, attempt=ctx.attempt, tries=lost, parts=tuple(parts))
+    return SaveCommit(n=ctx.committed, attempt=ctx.attempt, tries=lost, parts=(*parts, *kept_weights(ctx)))
 
 
 def grace_s(ctx: JobContext, one: InstanceRecord) -> float:

@@ -147,6 +147,20 @@ def savings(ctx: JobContext, owners: Iterable[InstanceId]) -> list[Saving] | Non
     return parts
 
 
+def kept_weights(ctx: JobContext) -> Iterator[Saving]:
+    """Versions of weights edges that readers need after a rollback to the last commit, and that its state has not.
+
+    What was published with this very commit is made from the state again.
+    """
+    there = dict(ctx.hosts)
+    for edge in ctx.spec.weights if ctx.spec is not None else ():
+        published = int(ctx.cursor.get(WEIGHTS, {}).get(edge.name, (0, 0))[1])
+        source = InstanceId(edge.source, 0)
+        home = there.get(source) or (ctx.bundle(source)[1].host if source in ctx.bound else "")
+        if 0 < published < ctx.committed and (writer := writer_of(ctx, source, home)) is not None:
+            yield Saving(owner=edge.name, process=writer[0], started_epoch=writer[1], n=published)
+
+
 # -- copies on other machines -----------------------------------------------------------------------------------------
 
 
@@ -173,7 +187,7 @@ def copying(ctx: JobContext) -> CopyCommit | None:
         tries=ctx.copy_tries,
         fails=ctx.copy_fails,
         hosts=hosts,
-        parts=tuple(parts),
+        parts=(*parts, *kept_weights(ctx)),
     )
 
 

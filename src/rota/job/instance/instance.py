@@ -220,14 +220,14 @@ class Instance:
         """The folder of a checkpoint as it is on this machine, whose home may have another path than the sender's."""
         return Path(checkpoint_dir(self._config.spec, self._config.place)) / Path(folder).name
 
-    async def copy(self, *, owner: str, n: int, hosts: list[str]) -> Answer:
-        """Let another machine, of ``hosts`` if possible, have commit ``n`` of an instance of this host.
+    async def copy(self, *, owner: str, n: int, hosts: list[str], weights: bool = False) -> Answer:
+        """Let another machine, of ``hosts`` if possible, have what ``keep`` would write.
 
         ``done`` with the host and the epoch of the state, or ``failed`` with a text.
         """
-        job, one = self._config.place.job, InstanceId.parse(owner)
+        job, which = self._config.place.job, owner if weights else InstanceId.parse(owner)
         try:
-            host, epoch = await asyncio.to_thread(lambda: checkpoint.copy(checkpoint.opened(), job, one, n, hosts))
+            host, epoch = await asyncio.to_thread(lambda: checkpoint.copy(checkpoint.opened(), job, which, n, hosts))
         except (OSError, TensorError, NotReachable) as error:
             return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
         return {"answer": "done", "host": host, "epoch": epoch}

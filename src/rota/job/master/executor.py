@@ -316,7 +316,7 @@ class Executor:
         began_s = self.clock.monotonic_s()
         found = await asyncio.gather(*(self._copy_part(part, command) for part in command.parts))
         copies = tuple(one for one in found if not isinstance(one, str))
-        missing = "; ".join(one for one in found if isinstance(one, str))
+        missing = "; ".join(one for one in found if isinstance(one, str) and one)
         if missing and command.fails:  # with its outcome the next one begins, of the last commit then
             await self.clock.sleep(min(COPY_RETRY_S[0] * 2 ** (command.fails - 1), COPY_RETRY_S[1]))
         return CommitCopied(
@@ -329,21 +329,21 @@ class Executor:
         )
 
     async def _copy_part(self, part: Saving, command: CopyCommit) -> tuple[RoleName, int, str, Epoch] | str:
-        """Which machine has it now, or why none has."""
-        kwargs = {"owner": str(part.owner), "n": command.n, "hosts": list(command.hosts)}
+        """Which machine has the state now, or why none has it; of weights nothing, when one has them."""
+        kwargs = {**_what(part, command.n), "hosts": list(command.hosts)}
         call = Call(method="copy", kwargs=kwargs, control=True)
         try:
             answer = await self.launcher.call(self.handle(part.process, part.started_epoch), call)
         except (ProcessGone, CallTimeout, RemoteError) as error:
             answer = {"answer": "failed", "text": str(error)}
-        if answer["answer"] != "done" or isinstance(part.owner, str):
+        if answer["answer"] != "done":
             return f"{part.owner} is on one machine only: {answer.get('text', '')}"
+        if isinstance(part.owner, str):
+            return ""
         return part.owner.role, part.owner.rank, str(answer["host"]), Epoch(int(answer["epoch"]))
 
     async def _save_part(self, part: Saving, n: int, folder: str) -> None:
-        kwargs = {"owner": str(part.owner), "n": n if part.n is None else part.n, "folder": folder}
-        kwargs["weights"] = part.n is not None
-        call = Call(method="keep", kwargs=kwargs, control=True)
+        call = Call(method="keep", kwargs={**_what(part, n), "folder": folder}, control=True)
         answer = await self.launcher.call(self.handle(part.process, part.started_epoch), call)
         if answer["answer"] != "done":
             raise RuntimeError(f"{part.owner} was not saved by {part.process}: {answer.get('text', answer)}")
@@ -352,6 +352,11 @@ class Executor:
         """Where to reach a process, known from its start or by its name alone."""
         name = instance_name(self.place.job, instance, started)
         return self.handles.get(name) or handle_of(name)
+
+
+def _what(part: Saving, n: int) -> JsonObject:
+    """What an instance is asked to save with commit ``n``."""
+    return {"owner": str(part.owner), "n": n if part.n is None else part.n, "weights": part.n is not None}
 
 
 def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: JobPlace) -> InstanceSpec:

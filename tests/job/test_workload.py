@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,18 @@ def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
         op(send=rota.Shard)(lambda self, item: None)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
+def inspected(folder: Path, workloads: dict[str, str]) -> dict[str, Any]:
+    """What a child that imports the workloads prints."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "rota.job.inspect"],
+        input=json.dumps({"workdir": str(folder), "workloads": workloads}),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    return json.loads(shown.stdout)
+
+
 def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text("print('noise')\nasync def loop(f): ...\n")
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
@@ -93,15 +106,7 @@ def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) 
     submits += "class A(rota.Workload):\n    @rota.op\n    def work(self): ...\n"
     (tmp_path / "begins.py").write_text(submits + "job.plan()\njob.submit()\nraise SystemExit('too far')\n")
     workloads = {"loop": "flow:loop", "bad": "broken:X", "typo": "flow:lop", "own": "begins:A"}
-    request = {"workdir": str(tmp_path), "workloads": workloads}
-    shown = subprocess.run(
-        [sys.executable, "-m", "rota.job.inspect"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    found = json.loads(shown.stdout)
+    found = inspected(tmp_path, workloads)
     assert found["loop"]["interface"]["kind"] == "loop"
     assert "No module named 'nowhere_to_be_found'" in found["bad"]["error"]
     assert "broken.py" in found["bad"]["traceback"]
@@ -151,20 +156,22 @@ MISTAKES = {
 }
 
 
+@pytest.fixture(scope="module")
+def answers_to_mistakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What one child says to a module of each mistake."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for i, text in enumerate(text for text, _ in MISTAKES.values()):
+        (folder / f"mine{i}.py").write_text(HEAD + text)
+    return inspected(folder, {name: f"mine{i}:X" for i, name in enumerate(MISTAKES)})
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_workload_that_cannot_work_is_refused_by_name_when_it_is_inspected(name: str, tmp_path: Path) -> None:
-    text, expected = MISTAKES[name]
-    (tmp_path / "mine.py").write_text(HEAD + text)
-    shown = subprocess.run(
-        [sys.executable, "-m", "rota.job.inspect"],
-        input=json.dumps({"workdir": str(tmp_path), "workloads": {"role": "mine:X"}}),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    answer = json.loads(shown.stdout)["role"]
-    assert answer.get("error", "").startswith("BadInput: "), answer
-    assert [part for part in expected if part not in answer["error"]] == [], answer["error"]
+def test_a_workload_that_cannot_work_is_refused_by_name_when_it_is_inspected(
+    name: str, answers_to_mistakes: dict[str, dict[str, str]]
+) -> None:
+    error = answers_to_mistakes[name].get("error", "")
+    assert error.startswith("BadInput: "), answers_to_mistakes[name]
+    assert [part for part in MISTAKES[name][1] if part not in error] == [], error
 
 
 def test_a_reader_of_weights_needs_no_operation_and_defaults_make_a_constructor_without_arguments() -> None:

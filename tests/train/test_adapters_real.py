@@ -22,7 +22,6 @@ from rota.train.plan.model import Layer, Mesh
 from tests.train import zoo
 from tests.train.test_plans_real import free_ports
 
-pytest.importorskip("peft", reason="needs peft: uv pip install peft")
 STEPS = 8
 RATE = 3e-2
 ADAMW = partial(torch.optim.AdamW, lr=RATE)

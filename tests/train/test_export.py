@@ -84,7 +84,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_adapters_are_loaded_by_peft(tmp_path: Path) -> None:
-    peft: Any = pytest.importorskip("peft", reason="needs peft: uv pip install peft")
+    peft: Any = importlib.import_module("peft")
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model = trained(tmp_path / "checkpoints", "Llama", lambda: peft.get_peft_model(zoo.fresh("Llama"), config))
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "out")

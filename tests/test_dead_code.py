@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.banned_words import tree_of
+
 vulture = pytest.importorskip("vulture", reason="a tool of the developers: make .venv/.setup-dev")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,11 +60,13 @@ def _is_checked(path: Path) -> bool:
     return SOURCES in path.parents and TESTING not in path.parents
 
 
+@pytest.mark.slow
 def test_every_function_and_class_has_a_user(unused: dict[str, str]) -> None:
     found = {name: place for name, place in unused.items() if name not in CALLED_BY_NAME | PUBLIC}
     assert not found, f"nothing but tests uses these; delete them, or say above who calls them: {found}"
 
 
+@pytest.mark.slow
 def test_the_exceptions_are_needed_and_public_ones_are_on_a_page(unused: dict[str, str]) -> None:
     unneeded = (CALLED_BY_NAME | PUBLIC) - unused.keys()
     assert not unneeded, f"these have a user, or are gone: {sorted(unneeded)}"
@@ -74,7 +78,7 @@ def test_the_exceptions_are_needed_and_public_ones_are_on_a_page(unused: dict[st
 
 def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path in sorted(SOURCES.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
@@ -90,6 +94,7 @@ def _form(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return re.sub(r"""Constant\(value=('[^']*'|"[^"]*")\)""", "text", dumped)
 
 
+@pytest.mark.slow
 def test_no_function_is_a_copy_of_another() -> None:
     places = defaultdict[str, list[str]](list)
     for place, function in _functions():

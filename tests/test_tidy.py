@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,27 +28,33 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_every_source_file_begins_with_one_sentence_keeps_its_size_and_is_documented(path: Path) -> None:
+def test_every_source_file_begins_with_one_sentence_keeps_its_size_and_is_documented() -> None:
+    wrong = [f"{_name(path)}{text}" for path in SOURCES for text in _untidy(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _untidy(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     if not text.strip():
-        assert path.name == "__init__.py", f"{_name(path)} is empty"
+        if path.name != "__init__.py":
+            yield " is empty"
         return
     tree = words.tree_of(path)
     docstring = ast.get_docstring(tree)
-    assert docstring, f"{_name(path)}: begin with a sentence that says what the file is for"
+    if not docstring:
+        yield ": begin with a sentence that says what the file is for"
+        return
     first = docstring.split("\n\n")[0].replace("\n", " ")
-    assert first.endswith((".", "?", ":")), f"{_name(path)}: first docstring paragraph is no sentence: {first!r}"
-    assert text.count("\n") <= LINES_MAX, f"{_name(path)} has {text.count(chr(10))} lines; split it by idea"
-    long = [
-        f"{node.name} ({(node.end_lineno or node.lineno) - node.lineno + 1} lines)"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or node.lineno) - node.lineno + 1 > FUNCTION_LINES_MAX
-    ]
-    assert not long, f"{_name(path)}: functions over {FUNCTION_LINES_MAX} lines: {', '.join(long)}"
-    missing = _undocumented(tree)
-    assert not missing, f"{_name(path)}: {'; '.join(missing)}"
+    if not first.endswith((".", "?", ":")):
+        yield f": first docstring paragraph is no sentence: {first!r}"
+    if text.count("\n") > LINES_MAX:
+        yield f" has {text.count(chr(10))} lines; split it by idea"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f": {node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
+    yield from (f": {one}" for one in _undocumented(tree))
 
 
 def _undocumented(tree: ast.Module) -> list[str]:

@@ -80,10 +80,13 @@ def starts(nodes: tuple[Node, ...], queues: tuple[Queue, ...], profile: str, job
     return {job: float("inf") if one.first_start_s is None else one.first_start_s for job, one in guaranteed.items()}
 
 
+@pytest.mark.parametrize("seeds", [(0, 1, OVERTAKEN), pytest.param(tuple(range(2, SEEDS)), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", [0.0, 5.0])
 @pytest.mark.parametrize("profile", ["default", "hived"])
-def test_no_guaranteed_job_starts_later_than_in_the_private_cluster_of_its_tenant(profile: str, noise: float) -> None:
-    for seed in sorted({*range(SEEDS), OVERTAKEN}):
+def test_no_guaranteed_job_starts_later_than_in_the_private_cluster_of_its_tenant(
+    profile: str, noise: float, seeds: tuple[int, ...]
+) -> None:
+    for seed in seeds:
         rng = random.Random(f"{seed} {profile} {noise}")
         nodes, queues, leaves = tenants(rng)
         jobs = stream(rng, queues, leaves, whole=profile == "hived", noise=noise)
@@ -172,7 +175,7 @@ AGED = ("default", "fifo", "yarn", "kai", "kueue", "drf", "las", "srtf", "fgd", 
 """Profiles with an age bound: the others keep tenants apart, or make jobs take turns."""
 
 
-@pytest.mark.parametrize("estimates", [None, 1.0, 0.1])
+@pytest.mark.parametrize("estimates", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (1.0, 0.1))])
 @pytest.mark.parametrize("profile", AGED)
 def test_a_gang_passed_by_a_stream_of_small_jobs_starts_by_its_age(profile: str, estimates: float | None) -> None:
     rng, now = random.Random(1), 0.0
@@ -214,7 +217,7 @@ def test_no_device_is_kept_for_a_gang_that_could_not_run_if_all_others_ended(gon
     assert "small" in running(s)
 
 
-@pytest.mark.parametrize("kind", [None, "A100"])
+@pytest.mark.parametrize("kind", [None, pytest.param("A100", marks=pytest.mark.slow)])
 def test_the_use_of_a_queue_after_changes_is_that_counted_anew(kind: str | None) -> None:
     rng = random.Random(5)
     s = state(*(node(f"n{i}", type="A100") for i in range(30)), queues=(Queue(path="q", guaranteed=gpus(60, kind)),))

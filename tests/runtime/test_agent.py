@@ -49,6 +49,7 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_share_the_code_and_it_goes_when_none_holds_it(home: Home, tmp_path: Path) -> None:
     from rota.runtime.ray.agent import remove_unused
 

@@ -140,6 +140,7 @@ def test_a_demo_that_does_not_start_keeps_its_folder(tmp_path: Path, monkeypatch
     assert [one.name[:10] for one in tmp_path.iterdir()] == ["rota-demo-"]
 
 
+@pytest.mark.slow
 def test_clean_ends_kept_services_and_removes_folders_but_leaves_a_demo_that_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_words_that_are_no_text_are_refused_as_input() -> None:
     assert (told.status, told.document["code"]) == (2, "INVALID")
 
 
+@pytest.mark.slow
 def test_an_output_of_seven_bits_shows_what_it_can(tmp_path: Path) -> None:
     (tmp_path / "\u00e9.yaml").write_text(HELLO)
     words = [sys.executable, "-m", "rota", "run", "\u00e9.yaml", "--check"]

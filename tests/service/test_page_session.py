@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from standing import Standing, listening, with_service
 from test_cli import own_home, rota, with_cli
 
@@ -36,6 +37,7 @@ def test_ui_gives_a_user_an_address_that_opens_the_page_once(tmp_path: Path) -> 
     with_cli(tmp_path / "service", test)
 
 
+@pytest.mark.slow
 def test_status_and_up_of_a_running_service_can_be_asked_again_and_again(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         async with listening(service) as http:

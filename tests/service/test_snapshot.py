@@ -272,6 +272,7 @@ def test_a_start_under_another_policy_reads_the_log(tmp_path: Path) -> None:
     assert started(tmp_path)[1] > 4
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_the_snapshot_before(tmp_path: Path) -> None:
     submitted(tmp_path, 2)
     given = {"home": str(tmp_path), "pretend": "1x2x4"}

@@ -9,6 +9,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from fastapi.datastructures import DefaultPlaceholder
 from tests.service.described import routes_of
 from tests.service.snapshots import files
@@ -26,6 +27,7 @@ def test_every_rest_answer_is_as_stored(tmp_path: Path) -> None:
     assert not differing, "\n".join([*differing, WRITE])
 
 
+@pytest.mark.slow
 def test_what_every_verb_prints_is_as_stored(tmp_path: Path) -> None:
     differing = files.compare("cli", asyncio.run(files.of_cli(tmp_path / "home")))
     assert not differing, "\n".join([*differing, WRITE])

@@ -270,6 +270,7 @@ def test_the_table_has_the_best_first_and_a_plot(tmp_path: Path) -> None:
     with_cli(tmp_path / "service", test)
 
 
+@pytest.mark.slow
 def test_a_halving_is_continued_from_what_ended(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SOURCE)
     words = ["run", "job.yaml", "--sweep", "lr=1..4", "--metric", "loss", "--budget", "epochs=1,2,4", "-w"]

@@ -49,6 +49,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return found.logits
 
 
+@pytest.mark.slow
 def test_the_newest_good_checkpoint_of_a_folder_is_loaded_by_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_newest_good_checkpoint_of_a_folder_is_loaded_by_transformers(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_large_weights_go_into_several_files(tmp_path: Path) -> None:
     model = trained(tmp_path / "checkpoints", "Llama")
     export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", shard_bytes=4000)
@@ -83,6 +85,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
             export_checkpoint(folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_by_peft(tmp_path: Path) -> None:
     peft: Any = importlib.import_module("peft")
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -209,6 +209,18 @@ def test_what_is_not_the_whole_state_of_a_commit_that_counts_is_not_a_copy(drive
     assert (driven.ctx.copied_n, driven.ctx.copies, driven.ctx.copy_tries) == (0, (), 1)
 
 
+@pytest.mark.parametrize(("last", "found"), [(3, 1), (4, 0)])
+def test_memory_has_no_commit_older_than_those_that_it_keeps(driven, last: int, found: int):
+    """The critic is not copied: its memory has the newest three commits, and the copy of the actor is of the first."""
+    driven.run(spec(mesh("actor", 1, fail=contract(state=("peer",))), mesh("critic", 1), loop()), "h0", "h1", "h2")
+    commit(driven, 1)
+    copied(driven, "h5")
+    for n in range(2, last + 1):
+        commit(driven, n)
+    actor = next(one for one in driven.ctx.plan.instances if one.role == "actor")
+    assert (driven.ctx.copied_n, survival.surviving(driven.ctx, [actor])) == (1, found)
+
+
 PLACES = st.sampled_from(["h0", "h1", "h2"])
 ACTS = st.lists(
     st.one_of(

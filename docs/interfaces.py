@@ -29,7 +29,7 @@ EXITS = (
     (4, "Nothing fits: no set of nodes could hold it, or no plan."),
     (5, "A limit of time ran out; what was asked may still happen."),
     (125, "`rota exec` itself failed; else it has the status of the command."),
-    (130, "Ctrl-C; a job that was followed goes on."),
+    (130, "Ctrl-C; a job that was followed continues."),
 )
 
 
@@ -49,13 +49,13 @@ def page_of_commands() -> str:
     ]
     for group in GROUPS:
         lines += ["", f"## {group}"]
-        told: set[str] = set()
+        shown: set[str] = set()
         for verb, (owner, _, _) in VERBS.items():
             if owner != group:
                 continue
             family = verb.rpartition(" ")[0]
-            if family and family not in told:
-                told.add(family)
+            if family and family not in shown:
+                shown.add(family)
                 lines += ["", f"### rota {family}", "", FAMILIES[family]]
             lines += _verb(verb)
     return "\n".join([*lines, ""])
@@ -88,11 +88,14 @@ def _arguments(function: Callable[..., int]) -> Iterator[tuple[str, str]]:
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             extra = _extra(hints[name])
             dots = "..." if parameter.kind is inspect.Parameter.VAR_POSITIONAL else ""
-            yield f"{name}{dots}", str(extra.help) if extra else ""
+            yield f"{name.rstrip('_')}{dots}", str(extra.help) if extra else ""
 
 
 def _flag_table(function: Any) -> list[str]:
-    lines = ["| flag | meaning | default |", "|---|---|---|"]
+    return ["| flag | meaning | default |", "|---|---|---|", *_flag_rows(function)]
+
+
+def _flag_rows(function: Any) -> Iterator[str]:
     hints = _hints(function.__init__ if isinstance(function, type) else function)
     for name, parameter in inspect.signature(function).parameters.items():
         extra = _extra(hints[name])
@@ -100,13 +103,15 @@ def _flag_table(function: Any) -> list[str]:
             continue
         if extra is not None and extra.show is False:
             continue
+        if is_dataclass(hints[name]):  # flags that belong together
+            yield from _flag_rows(hints[name])
+            continue
         given = extra.name if extra is not None and extra.name else f"--{name.replace('_', '-')}"
         names = ", ".join(f"`{one}`" for one in ([given] if isinstance(given, str) else given))
         default = "required" if parameter.default is parameter.empty else ""
         default = default or ("" if parameter.default in (None, False, "") else f"`{parameter.default}`")
         text = str(extra.help if extra else "").replace("|", "\\|")
-        lines.append(f"| {names} | {text} | {default} |")
-    return lines
+        yield f"| {names} | {text} | {default} |"
 
 
 def page_of_job_file() -> str:
@@ -116,8 +121,8 @@ def page_of_job_file() -> str:
         "",
         "YAML 1.2 or JSON, UTF-8, at most 1 MiB, one job a file. Unknown fields are errors. Durations need a unit",
         "(`90s 5m 8h 2d`), sizes too (`64GiB 512MB`). Only `true` and `false` are booleans. `rota run FILE --check`",
-        "tells every mistake at its line and column, those of the workloads too, which it imports. `--set path=value`",
-        "changes a field, for example `--set roles.trainer.replicas=4`.",
+        "reports every mistake at its line and column, those of the workloads too, which it imports.",
+        "`--set path=value` changes a field, for example `--set roles.trainer.replicas=4`.",
     ]
     for path, part in _parts("", JobPart):
         lines += ["", f"## {path or 'Job'}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
@@ -211,7 +216,7 @@ def page_of_settings() -> str:
         "# Settings",
         "",
         "A flag of `rota up` wins over the variable, the variable over `config.toml` in the home folder",
-        "(`name = value`, one a line), that over the default. `rota status --settings` tells every value and where it",
+        "(`name = value`, one a line), that over the default. `rota status --settings` shows every value and where it",
         "came from.",
         "",
         "| setting | variable | default | meaning |",
@@ -252,7 +257,7 @@ def page_of_rest() -> str:
         "Below `/api/v1`, JSON, with `Authorization: Bearer TOKEN` (`rota token`). `/openapi.json` says the same in",
         "OpenAPI 3.1. Errors are `application/problem+json`: `code`, `detail`, `hint`, `request_id`",
         "([codes](errors.md)). `POST /jobs` takes an `Idempotency-Key`: asked again under it, also after a",
-        "crash, it is still one job. Lists go on at `cursor=<next>`; events and logs are a page, or with",
+        "crash, it is still one job. Lists continue at `cursor=<next>`; events and logs are a page, or with",
         "`Accept: text/event-stream` a stream that resumes by `Last-Event-ID`. A parameter or field that a route does",
         "not know is refused with those that it knows. Who may ask what: [share one",
         "installation](../how-to/users-and-secrets.md).",

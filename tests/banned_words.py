@@ -1,8 +1,8 @@
 """Words that no text of the project uses; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
 
-Looked at are the string literals, docstrings and comments of ``src/rota``, the texts of ``web/src``, README.md and the
-pages of ``docs`` that people write, and the names of files. What is left in each file is recorded in ``words_left.txt``
-and only becomes less: ``--record`` writes that file again.
+Looked at are the string literals, docstrings and comments of ``src/rota`` and of what writes ``docs``, the texts of
+``web/src``, the pages at the root and those of ``docs`` that people write, and the names of files. What is left in
+each file is recorded in ``words_left.txt`` and only becomes less: ``--record`` writes that file again.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Place:
 def places() -> list[Place]:
     """Every place that is left, by file and line."""
     found: list[Place] = []
-    for path in sorted((ROOT / "src" / "rota").rglob("*.py")):
+    for path in (*sorted((ROOT / "src" / "rota").rglob("*.py")), *sorted((ROOT / "docs").glob("*.py"))):
         found += _in_python(path)
     for path in sorted((ROOT / "web" / "src").rglob("*.ts*")):
         found += _in_web(path)
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    front = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
+    for path in (*front, *sorted((ROOT / "docs").rglob("*.md"))):
         if path.relative_to(ROOT).as_posix() not in GENERATED:
             found += _in_text(path, path.read_text(encoding="utf-8"), 1)
     return sorted(found)

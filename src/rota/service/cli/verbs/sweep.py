@@ -40,7 +40,9 @@ class SweepFlags:
     sweep: Annotated[list[str] | None, Parameter(help="NAME=a,b or NAME=1..5: a job for every value; repeatable.")] = (
         None
     )
-    samples: Annotated[int | None, Parameter(help="This many points drawn at random; then 1e-5..1e-1 may do.")] = None
+    samples: Annotated[
+        int | None, Parameter(help="Number of random points; ranges such as lr=1e-5..1e-1 are then allowed.")
+    ] = None
     metric: Annotated[str, Parameter(help="What is compared: NAME (less is better) or NAME:max.")] = ""
     budget: Annotated[
         str, Parameter(help="NAME=1,3,9: successive halving, where the better jobs get the next value.")

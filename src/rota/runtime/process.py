@@ -28,6 +28,8 @@ from rota.spec.errors import TimedOut
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+KILL_S = 5.0
+"""Seconds that a process may take to be gone after SIGKILL."""
 _SWEEP_ROUNDS_MAX = 50
 SUPERVISOR = "supervisor"
 """The record of the process that watches the service."""
@@ -263,7 +265,7 @@ def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
     return tuple(found.values())
 
 
-def stop(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> bool:
+def stop(process: ProcessId, *, grace_s: float, kill_s: float = KILL_S) -> bool:
     """SIGTERM, then SIGKILL when it still runs after ``grace_s``; True when it is gone within ``kill_s`` more."""
     if grace_s > 0 and send_signal(process, signal.SIGTERM):
         wait_gone((process,), grace_s)
@@ -271,14 +273,14 @@ def stop(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> bool:
     return not wait_gone((process,), kill_s)
 
 
-def stop_tree(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> tuple[ProcessId, ...]:
-    """Stop a process and everything below it; returns what still runs ``kill_s`` after the last SIGKILL."""
+def stop_tree(process: ProcessId, *, grace_s: float) -> tuple[ProcessId, ...]:
+    """Stop a process and everything below it; returns what still runs ``KILL_S`` after the last SIGKILL."""
     below = descendants(process)
-    stop(process, grace_s=grace_s, kill_s=kill_s)
+    stop(process, grace_s=grace_s)
     left = tuple({*below, *(p for known in below for p in descendants(known))})
     for each in left:
         send_signal(each, signal.SIGKILL)
-    return wait_gone((process, *left), kill_s)
+    return wait_gone((process, *left), KILL_S)
 
 
 def marked(mark: str) -> tuple[ProcessId, ...]:
@@ -395,9 +397,9 @@ def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def kill_all(find: Callable[[], Iterable[ProcessId]], *, timeout_s: float = 5.0) -> tuple[ProcessId, ...]:
+def kill_all(find: Callable[[], Iterable[ProcessId]]) -> tuple[ProcessId, ...]:
     """SIGKILL what ``find`` returns until that is nothing; the caller itself is spared. Returns what remains."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + KILL_S
     for _ in range(_SWEEP_ROUNDS_MAX):
         left = tuple(process for process in find() if process.pid != os.getpid())
         if not left or time.monotonic() > deadline:

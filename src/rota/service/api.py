@@ -586,7 +586,7 @@ def body_of(
     return source_of(job, sets=sets, workdir=workdir)
 
 
-def source_of(job: object, *, sets: Overrides = (), workdir: str = "", filename: str = "") -> JobBody:
+def source_of(job: object, *, sets: Overrides = (), workdir: str = "") -> JobBody:
     """The body of a submission: of a path, of the text of a job file, of a JobSpec, or of a built ``rota.Job``.
 
     Raises BadInput for a file that cannot be read and for anything else.
@@ -604,7 +604,7 @@ def source_of(job: object, *, sets: Overrides = (), workdir: str = "", filename:
         return {"source": read_file(path), "filename": str(path), "sets": changes, "workdir": folder}
     if not isinstance(job, str):
         raise BadInput(f"{type(job).__name__} is not a job", hint="give a path, the text of a job file, or a rota.Job")
-    return {"source": job, "filename": filename or "job.yaml", "sets": changes, "workdir": workdir or str(Path.cwd())}
+    return {"source": job, "filename": "job.yaml", "sets": changes, "workdir": workdir or str(Path.cwd())}
 
 
 def _changes(sets: Overrides) -> list[str]:

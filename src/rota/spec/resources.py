@@ -157,7 +157,7 @@ class Node:
         return replace(self, health=health)
 
 
-def pretend_nodes(shape: str, *, host: str, cpus: float = 16.0, memory_bytes: int = 64 * 2**30) -> tuple[Node, ...]:
+def pretend_nodes(shape: str, *, host: str) -> tuple[Node, ...]:
     """Nodes of a pretend cluster from ``RACKSxNODESxDEVICES``, for example ``3x4x8``: 3 racks of 4 nodes of 8 devices.
 
     Raises ValueError for any other form or for more than ``DEVICES_MAX`` devices.
@@ -172,8 +172,8 @@ def pretend_nodes(shape: str, *, host: str, cpus: float = 16.0, memory_bytes: in
         Node(
             id=NodeId(f"r{rack}n{node}"),
             host=host,
-            cpus=cpus,
-            memory_bytes=memory_bytes,
+            cpus=16.0,
+            memory_bytes=64 * 2**30,
             devices=tuple(
                 Device(index=i, type="PRETEND", memory_bytes=80 * 2**30, uuid=f"r{rack}n{node}-{i}")
                 for i in range(devices)

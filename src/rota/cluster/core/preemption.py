@@ -19,6 +19,8 @@ from rota.spec.reasons import Reason
 
 EXACT_MAX = 12
 """Maximum number of candidates of which the least-cost set is searched exactly."""
+VICTIMS_MAX = 100
+"""Maximum number of jobs that are stopped or moved for one."""
 SETS_MAX = 600
 """Sets tried at most in the exact search; beyond, the inclusion-minimal set is taken."""
 
@@ -175,21 +177,20 @@ def make_room(
     now: float,
     *,
     may_stop: Callable[[LiveJob], bool] | None = lambda _: True,
-    victims_max: int = 100,
 ) -> tuple[Victim, ...] | None:
     """Stop candidates one by one until the job fits and the rest is ``allowed``; who fits elsewhere is only moved.
 
     After each one more the job is placed and then the stopped ones are placed again in the same order, where they
     were if possible. A job that lies as before is not a victim; one that lies elsewhere is a victim that may continue
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
-    taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was. Who ``may_stop``
+    taken. None if no such set of at most ``VICTIMS_MAX`` jobs was found; the state stays as it was. Who ``may_stop``
     is False for is never allowed to, whoever else stops, nor is any without it: moves alone free no more devices.
     """
     missing, pool = missing_milli(state, row.ask.shape), list[LiveJob]()
     if missing > 0 and may_stop is None:
         return None
     enough = 0 if missing <= 0 else None
-    for other in islice(candidates, victims_max):
+    for other in islice(candidates, VICTIMS_MAX):
         pool.append(other)
         if enough is None and may_stop is not None and may_stop(other):
             missing -= sum(len(held.devices) * (held.milli or 1000) for held in other.held)

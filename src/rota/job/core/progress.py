@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 from typing import Any, Literal
 
+from rota.spec.job import LOOP_ROLE
 from rota.spec.reasons import Reason
 
 WaitKind = Literal[
@@ -399,11 +400,11 @@ class Piece:
     s: float
 
 
-def critical_path(waits: Iterable[Span], begin_s: float, end_s: float, *, own: str = "loop") -> tuple[Piece, ...]:
+def critical_path(waits: Iterable[Span], begin_s: float, end_s: float) -> tuple[Piece, ...]:
     """What bounded the time from ``begin_s`` to ``end_s`` of the instance that made these waits, in order of time.
 
     Backwards from the end: the wait that ended last bounds the time back to its own start, then the one that ended last
-    before that; what no wait covers is the instance's own time, ``own``. The pieces add up to the whole.
+    before that; what no wait covers is its own time, ``loop``. The pieces add up to the whole.
     """
     pieces: list[Piece] = []
     now_s = end_s
@@ -414,12 +415,12 @@ def critical_path(waits: Iterable[Span], begin_s: float, end_s: float, *, own: s
             continue
         until_s = min(wait.end_s, now_s)
         if until_s < now_s:
-            pieces.append(Piece(name=own, at_s=until_s, s=now_s - until_s))
+            pieces.append(Piece(name=LOOP_ROLE, at_s=until_s, s=now_s - until_s))
         start_s = max(wait.at_s, begin_s)
         pieces.append(Piece(name=wait.bound, at_s=start_s, s=until_s - start_s))
         now_s = start_s
     if now_s > begin_s:
-        pieces.append(Piece(name=own, at_s=begin_s, s=now_s - begin_s))
+        pieces.append(Piece(name=LOOP_ROLE, at_s=begin_s, s=now_s - begin_s))
     return tuple(reversed(pieces))
 
 

@@ -60,9 +60,9 @@ def placed(
     return reader.errors.error().problems
 
 
-def problems_of(spec: JobSpec, *, filename: str = "job") -> tuple[Problem, ...]:
+def problems_of(spec: JobSpec) -> tuple[Problem, ...]:
     """The rules that a spec without a file breaks (a built one, or one completed by inspecting its workloads)."""
-    return placed(rules.check(spec), "", filename=filename)
+    return placed(rules.check(spec), "", filename="job")
 
 
 class _Reader:

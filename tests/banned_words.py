@@ -75,7 +75,7 @@ def places() -> list[Place]:
     for path in sorted((ROOT / "web" / "src").rglob("*.ts*")):
         found += _in_web(path)
     front = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
-    for path in (*front, *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in (*filter(Path.exists, front), *sorted((ROOT / "docs").rglob("*.md"))):
         if path.relative_to(ROOT).as_posix() not in GENERATED:
             found += _in_text(path, path.read_text(encoding="utf-8"), 1)
     return sorted(found)

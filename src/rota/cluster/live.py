@@ -1,4 +1,4 @@
-"""Run the cycle against the real cluster: records of the log in, events to append out."""
+"""Live scheduler: the cycle on the real cluster, records of the log in, events to append out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of commits: in shared memory outside the process that made it, and in files of durable checkpoints.
+"""Checkpoints of commits: state in shared memory outside the process that made it, and in durable files.
 
 In memory it is one group of tensors a commit, the rest as JSON. A checkpoint of commit n is the folder
 ``step-<n>.e<loop epoch>`` with a file ``<role>-<rank>.state`` of every stateful instance. It counts once

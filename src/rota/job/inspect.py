@@ -1,4 +1,4 @@
-"""Read what the workloads of a job declare: ``python -m rota.job.inspect`` prints one JSON object.
+"""Inspection of workloads: ``python -m rota.job.inspect`` prints what those of a job declare, as one JSON object.
 
 Standard input: ``{"workdir": "...", "workloads": {role: "module:name"}}``. Standard output:
 ``{role: {"interface": {...}}}`` or ``{role: {"error": text, "traceback": text}}``. Runs as a child process, because it

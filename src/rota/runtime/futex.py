@@ -1,4 +1,4 @@
-"""Wait for a word of shared memory to change, and wake those who wait: the ``futex`` call of Linux (man 2 futex)."""
+"""Futex: wait for a word of shared memory to change, and wake those who wait (man 2 futex)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch what an instance uses, from beside it: end it and all it started when it uses more than its role may.
+"""Watcher of an instance's limits: ends it and all it started when it uses more than its role may.
 
 A program of its own, started with ``python -I -S``, so that neither a busy interpreter nor an engine that ends the
 instance holds it up; it leaves its parent at once. Argument: a JSON object with ``pid`` and ``start`` (clock ticks

@@ -1,4 +1,4 @@
-"""Stamp every line of an instance's output and append it to its log; runs beside the instance and outlives it.
+"""Pump of an instance's output: stamps every line and appends it to the log; outlives the instance.
 
 A program of its own, started with ``python -I -S`` (15 ms, 8 MB): what an instance wrote before a kill -9 or an abort
 is still in the pipes, and a line never waits for the interpreter of the instance. Arguments: log file, label, then the

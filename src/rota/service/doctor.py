@@ -1,4 +1,4 @@
-"""Check this installation: for each thing a mark, a fact, and what to do about it."""
+"""Checks of this installation: for each thing a mark, a fact, and what to do about it."""
 
 from __future__ import annotations
 

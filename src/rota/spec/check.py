@@ -1,4 +1,4 @@
-"""What must hold between the fields of a job: names that exist, sizes that multiply, orders without a circle."""
+"""Validation across the fields of a job: names that exist, sizes that multiply, orders without a circle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared table: is the version I hold still the newest? One load from shared memory answers.
+"""Table of generations in shared memory: whether a version is still the newest, answered by one load.
 
 The file ``gen`` holds slots of two 64-bit words, ``(version, last)``. Slot 0 is ``(registry epoch, newest id when it
 began)``, one further slot belongs to each name. ``version`` is the current version of the name, or 0: ask the

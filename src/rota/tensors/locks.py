@@ -1,4 +1,4 @@
-"""Files that this process locks: each is opened once, shared by all its clients, and closed with the last of them.
+"""File locks of this process: each file is opened once, shared by all clients, and closed with the last of them.
 
 A record lock (``lockf``) belongs to the process and is lost when any descriptor of the file is closed. So two clients
 of one namespace in one process may not each open the file, nor close what the other uses, also not when one comes in

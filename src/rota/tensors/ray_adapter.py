@@ -1,4 +1,4 @@
-"""Let Ray objects carry tensors through the tensor store: mapped, not copied, and given back with the last reference.
+"""Adapter for Ray objects whose tensors travel through the tensor store: mapped, not copied.
 
 After ``register()`` an actor with ``enable_tensor_transport=True`` returns tensors by
 ``@ray.method(tensor_transport="rota")``, and anybody stores them by ``ray.put(tensor, _tensor_transport="rota")``.

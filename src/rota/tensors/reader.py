@@ -1,4 +1,4 @@
-"""Read tensors: lease, map, view; an unchanged name is answered from a cache by one load from shared memory."""
+"""Reader of tensors: lease, map, view; an unchanged name is answered from a cache by one load from shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rebuild a lost registry from segment headers and client files; check the invariants; collect what has no owner."""
+"""Recovery of a lost registry from segment headers and client files; checks of invariants; garbage collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call the scripts, one method each; every call may be repeated after a lost reply."""
+"""Client of the registry: a method for each script; every call may be repeated after a lost reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join a namespace, stay in it, leave it: server, folder, client file, housekeeping thread, forks."""
+"""Session of a process in a namespace, from joining to leaving: server, folder, client file, housekeeping, forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish tensors: reserve a block, copy, commit; nothing of it is visible before, nothing of it remains on failure."""
+"""Writer of tensors: reserve a block, copy, commit; nothing is visible before, nothing remains on failure."""
 
 from __future__ import annotations
 

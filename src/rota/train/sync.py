@@ -1,4 +1,4 @@
-"""How replicas agree, as a plan's ``sync`` says: compressed, hierarchical, local SGD or parameter server.
+"""Synchronisation of replicas, as a plan's ``sync`` says: compressed, hierarchical, local SGD or parameter server.
 
 The exact meaning of each is in docs/explanation/sync.md.
 """

@@ -1,4 +1,4 @@
-"""Priority, then fair share; borrow what is idle, take it back at least cost; backfill before reservations."""
+"""Default policy: priority, then fair share; borrow what is idle, take it back at least cost; backfill."""
 
 from __future__ import annotations
 

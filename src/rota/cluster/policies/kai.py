@@ -1,4 +1,4 @@
-"""Fair shares by guarantee, tier and weight over the queue tree: consolidate, take back, preempt by priority."""
+"""KAI policy: fair shares by guarantee, tier and weight over the queue tree; consolidation, reclaim, preemption."""
 
 from __future__ import annotations
 

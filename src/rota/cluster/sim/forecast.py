@@ -1,4 +1,4 @@
-"""Fork the live state into the simulation: when would a job run, and what would another policy do?"""
+"""Forecasts by simulation of a copy of the live state: when would a job run, and what would another policy do?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read and generate job traces; read the nodes of each tenant."""
+"""Job traces: read from files or generated, and the nodes of each tenant."""
 
 from __future__ import annotations
 

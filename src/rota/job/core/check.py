@@ -1,4 +1,4 @@
-"""What is wrong with a graph before anything starts: each problem names the role, the line and the next step."""
+"""Validation of a job's graph before anything starts: each problem names the role, the line and the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything the master knows about its job (JobContext), rebuilt by replaying the events of the job."""
+"""JobContext: everything the master knows about its job, rebuilt by replaying the events of the job."""
 
 from __future__ import annotations
 

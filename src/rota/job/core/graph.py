@@ -1,4 +1,4 @@
-"""Roles to instances, typed edges, sub-graphs, data-flow order; how wide the damage of a loss is."""
+"""Graph of a job: instances of roles, typed edges, sub-graphs, data-flow order, and how far a loss reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Off a node that is drained: first another place, then a commit or checkpoint, then a new epoch there."""
+"""Migration off a drained node: first another place, then a commit or checkpoint, then a new epoch there."""
 
 from __future__ import annotations
 

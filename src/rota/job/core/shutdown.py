@@ -1,4 +1,4 @@
-"""Stop at a commit: before devices are given back, the loop comes to its next commit and the state goes to disk.
+"""Shutdown at a commit: before devices are given back, the loop comes to its next commit and the state goes to disk.
 
 One way for everybody who takes the devices of a job: a preemption, a pause, a drain without another place, the time
 limit, a restart of the whole job. An ``Ending`` goes through up to three phases within its grace: ``commit`` (the loop

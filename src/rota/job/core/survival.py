@@ -1,4 +1,4 @@
-"""Where the state of a commit survives: in the memory of its host, in that of another machine, on disk.
+"""Copies of the state of a commit, and which survive: in the memory of its host, of another machine, on disk.
 
 Each stateful instance leaves the state of a commit in the shared memory of its host, where it survives the processes,
 the engine and the node of the scheduler. With ``fail.state: peer`` another machine gets a copy of each commit behind

@@ -1,4 +1,4 @@
-"""Is this node fit for an instance? Folders, disk, memory, devices; in full also arithmetic and a collective."""
+"""Preflight checks of a node for an instance: folders, disk, memory, devices; if full, arithmetic and a collective."""
 
 from __future__ import annotations
 

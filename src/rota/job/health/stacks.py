@@ -1,4 +1,4 @@
-"""Stacks as people need them: the threads and tasks of this process that run code of the job, not those of Rota."""
+"""Stack dumps for people: the threads and tasks of this process that run code of the job, not those of Rota."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inside an instance: epochs, beats and lease around a body; what the launcher hosts is ``Instance``."""
+"""Process of an instance: epochs, heartbeats and lease around its runner; what the launcher hosts is ``Instance``."""
 
 from __future__ import annotations
 

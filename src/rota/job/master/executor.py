@@ -1,4 +1,4 @@
-"""Carry out the commands of the job machine through a Launcher; each outcome comes back as an event."""
+"""Executor: carries out the commands of the job machine by a Launcher; each outcome comes back as an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls from an instance to the instances of a role: epoch, deadline, retry class; waiting uses no CPU.
+"""RPC client: calls from an instance to the instances of a role; epoch, deadline, retry class; waiting uses no CPU.
 
 A call names the epoch of the instance it is for and, for calls of the loop, the epoch of the loop; the callee refuses
 older ones. A call of a loop that is over is not sent at all: a callee that came back has not heard of the newer loop.

@@ -1,4 +1,4 @@
-"""Split arguments and merge results as declared: nested dicts of arrays, lists and tensors, cut along dim 0.
+"""Dispatch of calls: arguments split and results merged as declared, nested batches cut along dim 0.
 
 A batch is a numpy array, a torch tensor, a Ref, a list, or a dict or tuple (nested) of batches of the same length.
 Texts, numbers and None inside a batch belong to every item and go to every member unchanged. torch is never imported

@@ -1,4 +1,4 @@
-"""Results above a size stay where they were made: what travels is a Ref, an array that is read where it is looked into.
+"""Payloads of calls: large results stay where they were made; a Ref travels, an array that is read on first use.
 
 An instance puts large arrays of its answer into the tensor store, in one copy, and answers with their Refs. The loop
 passes them on, cut and joined by rows without a byte moved; an instance that gets one as an argument sees the array, in

@@ -1,4 +1,4 @@
-"""Where a job lives, and the table of peers that a master gives to its instances: who is where, who is ready."""
+"""Table of peers that a master gives to its instances: who is where, who is ready; and where a job lives."""
 
 from __future__ import annotations
 

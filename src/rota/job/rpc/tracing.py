@@ -1,4 +1,4 @@
-"""What this process waits for and has waited for: open waits with their ages, counts of calls, place in collectives."""
+"""Tracing of calls in this process: open waits with their ages, finished spans, counts, place in collectives."""
 
 from __future__ import annotations
 

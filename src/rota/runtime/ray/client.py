@@ -1,4 +1,4 @@
-"""The service's way to the engine: start, watch and ask the gateway; imports nothing of Ray.
+"""Client of the gateway: start and watch it, ask it; imports nothing of Ray.
 
 The wire is a unix socket of mode 0600; a message is four bytes of length (big endian) and that much JSON: a request
 ``{request_id, op, args, deadline_s}``, its reply ``{request_id, result}`` or ``{request_id, error: {code, text}}``.

@@ -1,4 +1,4 @@
-"""What the gateway does in Ray: masters kept alive and watched, names listed, the remains of a job ended."""
+"""Operations of the gateway in Ray: masters kept alive and watched, names listed, the remains of a job ended."""
 
 from __future__ import annotations
 

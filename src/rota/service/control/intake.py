@@ -1,4 +1,4 @@
-"""Take a job in: read it, refuse what can never run, give it an id, make it durable; or plan it and keep nothing."""
+"""Intake of jobs: read, refuse what can never run, give an id, make durable; or plan and keep nothing."""
 
 from __future__ import annotations
 

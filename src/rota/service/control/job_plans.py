@@ -1,4 +1,4 @@
-"""Find the parallel plans of a job's roles when it is admitted: one for each size that a role may have."""
+"""Parallel plans of a job's roles, found when it is admitted: one for each size that a role may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Back up an installation into one file and restore it elsewhere, on the same kind of store or the other one."""
+"""Backup of an installation in one file, and its restore elsewhere, on the same kind of store or the other one."""
 
 from __future__ import annotations
 

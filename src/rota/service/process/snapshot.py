@@ -1,4 +1,4 @@
-"""Makes a snapshot of the log in a process of its own; ``python -m rota.service.process.snapshot SETTINGS-AS-JSON``.
+"""Snapshot of the log, made in a process of its own; ``python -m rota.service.process.snapshot SETTINGS-AS-JSON``.
 
 In the service it would pause the event loop for a second with 10,000 jobs.
 """

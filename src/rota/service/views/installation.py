@@ -1,4 +1,4 @@
-"""What the whole log says: every job, the nodes, the queues, the engine; the read side of the service."""
+"""Installation as its log has it: every job, the nodes, the queues, the engine; the read side of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split long sequences over ranks: ring attention and Ulysses, after a check that an attention core allows it.
+"""Context parallelism: long sequences over ranks by ring attention or Ulysses, where an attention core allows it.
 
 Ring: in place of ``scaled_dot_product_attention`` inside a core, keys and values travel around the ring while each rank
 keeps its queries; partial results are merged by their log-sum-exp (Liu, Zaharia, Abbeel 2023, "Ring Attention with

@@ -1,4 +1,4 @@
-"""Column and row sharded layers; sequence parallel."""
+"""Tensor parallelism: column and row sharded layers; sequence parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What binds, the runner-ups, why not another: a plan in sentences with numbers."""
+"""Explanation of a plan in sentences with numbers: what binds, the runner-ups, why not another."""
 
 from __future__ import annotations
 

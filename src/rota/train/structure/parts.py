@@ -1,5 +1,4 @@
-"""Structure of a model that was not written for plans: its lists of layers, what runs before and after them, and an
-example to run it with."""
+"""Parts of a model that was not written for plans: its lists of layers, what runs around them, an example input."""
 
 from __future__ import annotations
 

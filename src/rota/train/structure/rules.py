@@ -1,5 +1,4 @@
-"""Tensor parallel for layers that no table of rules names: roles from facts of the model, from names, or from the order
-in which a layer calls its linears; each module then computes on the part of its parameters that its rank holds."""
+"""Tensor parallelism for layers that no table of rules names: roles from facts, names, or the order of calls."""
 
 from __future__ import annotations
 

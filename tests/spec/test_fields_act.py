@@ -38,6 +38,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.gang": ("job/core/placement.py", "spec.gang"),
     "JobSpec.retry": ("job/core/failover.py", "ctx.spec.retry"),
     "JobSpec.time_limit_s": ("cluster/core/jobs.py", "spec.time_limit_s"),
+    "JobSpec.idle_limit_s": ("service/process/tasks.py", "one.spec.idle_limit_s"),
     "JobSpec.grace_s": ("cluster/core/jobs.py", "spec.grace_s"),
     "JobSpec.checkpoint": ("job/rpc/peers.py", "spec.checkpoint"),
     "JobSpec.workdir": ("job/core/machine.py", "spec.workdir"),
@@ -62,6 +63,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "RoleSpec.res": ("job/core/placement.py", "role.res"),
     "RoleSpec.limits": ("job/master/executor.py", "role.limits"),
     "RoleSpec.packages": ("spec/job.py", "role.packages"),
+    "RoleSpec.ports": ("job/instance/runners.py", "role.ports"),
     "RoleSpec.env": ("job/core/resize.py", "role.env"),
     "RoleSpec.fail": ("job/core/check.py", "role.fail"),
     "RoleSpec.collocate": ("job/core/graph.py", "role.collocate"),
@@ -125,6 +127,7 @@ NOT_IN_THE_FILE = {"JobSpec.spec_version"}
 WRITTEN = {
     "memory": "memory_bytes", "limit": "limit_n", "progress": "progress_s", "backoff": "backoff_s", "from": "source",
     "to": "target", "resources": "res", "replicas": "replicas_min", "time_limit": "time_limit_s", "grace": "grace_s",
+    "idle_limit": "idle_limit_s",
     "min": "replicas_min", "max": "replicas_max", "disk": "disk_bytes",
 }  # fmt: skip
 """Names of the job file that have another name in the spec."""

@@ -18,6 +18,7 @@ SELF = "self"
 ROLES_MAX = 64
 AFTER_MAX = 100
 INSTANCES_MAX = 100_000
+PORT_NAME, PORTS_MAX = re.compile(r"^[a-z][a-z0-9-]{0,30}$"), 8
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 QUEUE_PATH = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}(/[A-Za-z][A-Za-z0-9_.-]{0,62}){0,7}$")
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
@@ -159,6 +160,14 @@ def _check_role(role: RoleSpec) -> Iterator[Finding]:
     yield from _check_workload(at, role)
     yield from _check_env((*at, "env"), role.env)
     yield from _check_packages((*at, "packages"), role.packages)
+    for index, name in enumerate(role.ports):
+        if not PORT_NAME.match(name) or name in role.ports[:index]:
+            hint = "lower-case letters, digits and '-', each name once, for example notebook"
+            where = (*at, "ports", index)
+            yield Finding(path=where, message=f"{name!r} cannot name a port here", hint=hint, code="BAD_NAME")
+    if len(role.ports) > PORTS_MAX:
+        message = f"{len(role.ports)} ports; at most {PORTS_MAX}"
+        yield Finding(path=(*at, "ports"), message=message, code="OUT_OF_RANGE")
     low, high = role.replicas_min, role.replicas_max
     if low < 1 or high < low or high > INSTANCES_MAX:
         rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"

@@ -171,6 +171,8 @@ class RoleSpec:
     limits: Limits = field(default_factory=Limits)
     packages: tuple[str, ...] = ()
     """Requirements of pip, and files of them, on top of the environment of the service."""
+    ports: tuple[str, ...] = ()
+    """Names of ports that its commands listen at, each under a number that is free where the instance runs."""
     env: tuple[tuple[str, str], ...] = ()
     fail: Fail = field(default_factory=Fail)
     collocate: tuple[Near, ...] = ()
@@ -346,6 +348,8 @@ class JobSpec(JsonValue):
     gang: Literal["all", "subgraph"] = "all"
     retry: int = 0
     time_limit_s: float | None = None
+    idle_limit_s: float | None = None
+    """The job ends when for so long nobody used its ports and its processes did no work."""
     grace_s: float = 30.0
     checkpoint: Checkpoint | None = None
     workdir: str | None = None

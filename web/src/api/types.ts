@@ -355,7 +355,7 @@ export interface HeatNode {
   bad: number[];
 }
 
-/** One instance: `error` is the last loss, `progress` the last report to the master. */
+/** One instance: `error` is the last loss, `progress` the last report to the master. `ports`: where the page opens each of its ports, by name. */
 export interface InstanceRow {
   instance: string;
   role: string;
@@ -370,6 +370,7 @@ export interface InstanceRow {
   devices: number[];
   restored: number;
   progress: ProgressReport | null;
+  ports: Record<string, string>;
   error: LossFields | null;
 }
 

@@ -79,6 +79,8 @@ class Heartbeat(JsonValue):
     calls: tuple[tuple[str, str, str, int, int, float, int], ...] = ()
     """Observed edges: kind, target role, operation, times, of which failed, seconds waited, bytes."""
     saved_s: float = 0.0
+    ports: tuple[tuple[str, str], ...] = ()
+    """Where each of its ports is: name, ``address:port``."""
     weights: tuple[tuple[str, str, int, int, float], ...] = ()
     """Weights edges that end here: name, state of the replica, commit held, commits and seconds behind."""
     lost: InstanceLost | None = None

@@ -34,7 +34,7 @@ from rota.job.health.stacks import error_summary, own_reason, own_stacks
 from rota.job.inspect import import_target
 from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
-from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning
+from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
 from rota.job.instance.spmd import CommandRunner, run_setup
 from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
@@ -110,6 +110,7 @@ class Instance:
             control=self._control,
             user=self._user,
         )
+        self._ports = choose_ports(self._config.role)
         self._load, self._devices = Load(clock, own_id()), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._runner: Runner = self._make_runner()
@@ -414,6 +415,7 @@ class Instance:
             pid=os.getpid(),
             table_version=self._config.rpc.table.version,
             lost=self._failure,
+            ports=self._ports,
             weights=self._runner.weights() if isinstance(self._runner, ClassRunner) else (),
         )
         beat = self._config.marks.read(replace(beat, **self._load.read()))

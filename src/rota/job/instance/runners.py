@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from rota.job.rpc.client import EventLoopThread, RpcClient
 from rota.job.rpc.dispatch import coordinates
 from rota.job.rpc.peers import JobPlace, checkpoint_dir, master_handle
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.environ import NODE, Home, get, snapshot
+from rota.runtime.environ import NODE, Home, export, get, snapshot
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.node import NODE_ADDRESS, group_backend
 from rota.spec.errors import BadInput
@@ -330,6 +331,22 @@ def open_store() -> tuple[Any, str]:
     host = own_address()
     store = importlib.import_module("torch.distributed").TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
+
+
+def choose_ports(role: RoleSpec) -> tuple[tuple[str, str], ...]:
+    """Where each port of this instance is, ``address:port``: numbers that are free now, for its program to listen at.
+
+    They are in its environment from here on, as ``ROTA_PORT_NAME``.
+    """
+    host, probes = own_address(), list[socket.socket]()
+    try:
+        for name in role.ports:
+            probes.append(socket.create_server((host, 0)))
+            export(f"ROTA_PORT_{name.upper().replace('-', '_')}", str(probes[-1].getsockname()[1]))
+        return tuple((name, f"{host}:{probe.getsockname()[1]}") for name, probe in zip(role.ports, probes))
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def own_address() -> str:

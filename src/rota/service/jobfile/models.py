@@ -264,6 +264,9 @@ class RolePart(Part):
     res: ResourcesPart = optional("what one instance asks for", alias="resources")
     limits: LimitsPart = optional("what one instance may use at most")
     packages: Packages = optional("what pip installs for it, once a machine: requirements, or `FILE.txt` of them")
+    ports: Annotated[tuple[Annotated[str, Text("a name such as notebook")], ...], Several(single=True)] = optional(
+        "names of ports that it listens at; each is `$ROTA_PORT_NAME`, and the page opens it"
+    )
     env: Literals = optional("environment variables")
     fail: FailPart = optional("the failure contract")
     collocate: Annotated[tuple[NearPart, ...], Several(single=True)] = optional("in the same cell as the other role")
@@ -414,6 +417,9 @@ class JobPart(Part):
     )
     time_limit_s: SomeSeconds = optional(
         "hard end; time in the queue does not count", alias="time_limit", default="none"
+    )
+    idle_limit_s: SomeSeconds = optional(
+        "it ends when its ports were not used, and it did no work, for so long", alias="idle_limit", default="none"
     )
     grace_s: Seconds = optional(
         "for a stop: to the next commit and the disk, then from SIGTERM to SIGKILL", alias="grace"

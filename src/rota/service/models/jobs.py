@@ -140,7 +140,10 @@ class LossFields(Timed):
 
 
 class InstanceRow(Member):
-    """One instance: ``error`` is the last loss, ``progress`` the last report to the master."""
+    """One instance: ``error`` is the last loss, ``progress`` the last report to the master.
+
+    ``ports``: where the page opens each of its ports, by name.
+    """
 
     role: str
     rank: int
@@ -154,6 +157,7 @@ class InstanceRow(Member):
     devices: list[int]
     restored: int
     progress: ProgressReport | None
+    ports: dict[str, str]
     error: LossFields | None
 
 

@@ -97,6 +97,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         show_life,
         wait_removed,
         watch_hangs,
+        watch_idle,
         watch_parts,
     )
     from rota.service.rest.app import make_app
@@ -133,7 +134,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     gc.enable()
     watching = [
         asyncio.create_task(work, name="parts")
-        for work in (show_life(app), watch_parts(app), watch_hangs(app), keep_snapshot(app, snapshot))
+        for work in (show_life(app), watch_parts(app), watch_hangs(app), watch_idle(app), keep_snapshot(app, snapshot))
     ]
     _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
     # 4. until a signal, the removal of the home, or the failure of a part

@@ -17,12 +17,13 @@ from rota.runtime.process import SUPERVISOR, RunFolder
 from rota.service.control.snapshot import SnapshotFile
 from rota.service.process.assembly import node_changes, wanted_nodes
 from rota.service.process.daemon import ensure_supervisor, start_snapshot
-from rota.service.rest.deps import AppState
+from rota.service.rest.deps import AppState, append_live
 from rota.service.views.alerts import HANG_MIN_S, suspicion
 from rota.service.views.job_history import JobHistory
-from rota.spec.errors import EngineUnavailable, RotaError, StoreUnavailable
-from rota.spec.events import PartReplaced
+from rota.spec.errors import Conflict, EngineUnavailable, RotaError, StoreUnavailable
+from rota.spec.events import PartReplaced, StopAsked
 from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 HANGS_S = 10.0
@@ -30,6 +31,9 @@ HANGS_S = 10.0
 NODES_S = 2.0
 """Between two looks at a given engine: after 'ray start' a machine gets work within this time."""
 END_S = 5.0
+IDLE_LOOK_S = 2.0
+IDLE_CORES = 0.1
+"""What a notebook server without a user needs is below it, a computation above."""
 SNAPSHOT_EVERY = 5_000
 """Records after the last snapshot from which on another one is made: a start reads them in about a second."""
 SNAPSHOT_LOOK_S = 5.0
@@ -177,6 +181,35 @@ async def _look_at(app: AppState, job: JobId) -> None:
     if found is not None:  # the same silence keeps its beginning, so that its alert keeps its id
         same = before is not None and before.members == found.members
         app.suspicions[job] = replace(found, since=before.since) if same and before is not None else found
+
+
+async def watch_idle(app: AppState) -> None:
+    """Until cancelled: end jobs that nobody used for their idle limit; close the ports of those that have ended."""
+    try:
+        while True:
+            try:
+                await look_for_idle(app)
+            except (EngineUnavailable, StoreUnavailable, Conflict) as error:
+                _log.warning("looking for idle jobs later: %s", error)
+            await app.clock.sleep(IDLE_LOOK_S)
+    finally:
+        await app.forwards.close()
+
+
+async def look_for_idle(app: AppState) -> None:
+    """One look: a job is in use while its ports are, and while its processes use more than ``IDLE_CORES``."""
+    live = app.loop.installation.live
+    for job in {key[0] for key in app.forwards.open_ports} - live.keys():
+        await app.forwards.close(job)
+    limited = [one for one in live.values() if one.spec.idle_limit_s and one.state is JobState.RUNNING and not one.stop]
+    app.idle_since_s = {one.id: app.idle_since_s.get(one.id, app.clock.monotonic_s()) for one in limited}
+    for one in limited:
+        beats, now_s = await app.engine.beats(one.id), app.clock.monotonic_s()
+        if not beats or any(beat.get("cpus", 0.0) > IDLE_CORES for beat in beats.values()):
+            app.idle_since_s[one.id] = now_s
+        since_s = max(app.idle_since_s[one.id], app.forwards.used_s(one.id))
+        if now_s - since_s >= (one.spec.idle_limit_s or 0.0):
+            await append_live(app, one, StopAsked(reason=Reason.IDLE, by="service", grace_s=one.spec.grace_s))
 
 
 def old_jobs(jobs: Mapping[JobId, JobHistory], *, now: float, kept_days: float) -> list[JobId]:

@@ -21,7 +21,7 @@ from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.random import RandomSource
 from rota.runtime.secrets import Vault
-from rota.service.accounts import Caller, Redactor
+from rota.service.accounts import Caller, Redactor, Role
 from rota.service.config import Settings
 from rota.service.control.engine import Engine
 from rota.service.control.forecasts import Forecasts
@@ -31,6 +31,7 @@ from rota.service.control.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.models.jobs import JobDocument
 from rota.service.rest.auth import COOKIE, SAFE_METHODS, Audit, Auth, AuthRequest
+from rota.service.rest.forward import Forwards
 from rota.service.rest.machine_names import MachineNames
 from rota.service.views.alerts import Suspicion
 from rota.service.views.job_history import JobHistory
@@ -102,6 +103,31 @@ class AppState:
     outlook_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
+    idle_since_s: dict[JobId, float] = field(default_factory=dict[JobId, float])
+    """Since when the processes of a job with an idle limit do no work, in monotonic seconds."""
+
+    forwards: Forwards = field(init=False)
+    """The ports of jobs that are open for browsers."""
+
+    def __post_init__(self) -> None:
+        self.forwards = Forwards(
+            auth=self.auth,
+            clock=self.clock,
+            host=self.settings.host,
+            page_port=self.settings.port,
+            may=self.entered,
+            find=self._port_address,
+        )
+
+    async def _port_address(self, key: tuple[JobId, str, str]) -> str:
+        job, instance, name = key
+        beat = (await self.engine.beats(job)).get(instance)
+        ports = {row[0]: row[1] for row in beat.get("ports", ())} if beat is not None else {}
+        if name not in ports:
+            hint = f"see: rota show {job} --json" if ports else "a role names its ports: ports: [notebook]"
+            raise UnknownName(f"{instance} of {job} has no port {name!r} now", hint=hint)
+        return ports[name]
+
     @property
     def streams(self) -> int:
         """How many streams are open."""
@@ -138,6 +164,15 @@ class AppState:
     def steered(self, caller: Caller, job: str) -> JobHistory:
         """A job that the caller may stop or change. Raises NotAllowed beside what ``seen`` raises."""
         return _allowed(self.seen(caller, job), Caller.steers, caller, "stop or change it")
+
+    def entered(self, caller: Caller, job: str) -> JobHistory:
+        """A job in which the caller may run code. Raises NotAllowed beside what ``seen`` raises."""
+        found = self.steered(caller, job)
+        owner = found.submitted.user
+        if found.spec.secrets and owner != caller.user and not caller.has(Role.ADMIN):
+            text = f"{found.id} has secrets of {owner}, which a command could read"
+            raise NotAllowed(text, hint=f"ask {owner}, or an admin")
+        return found
 
     def redacted(self, caller: Caller, document: T) -> T:
         """The document without the names of what the caller may not see."""
@@ -326,4 +361,5 @@ def _job_with(find: Callable[[AppState, Caller, str], JobHistory]) -> Any:
 SeenJob = Annotated[JobAccess, _job_with(AppState.seen)]
 ReadJob = Annotated[JobAccess, _job_with(AppState.read)]
 SteeredJob = Annotated[JobAccess, _job_with(AppState.steered)]
-"""The job of the path, for a caller who may know of it, read its output, or change it."""
+EnteredJob = Annotated[JobAccess, _job_with(AppState.entered)]
+"""The job of the path, for a caller who may know of it, read its output, change it, or run code in it."""

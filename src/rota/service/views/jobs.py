@@ -55,6 +55,7 @@ class HeartbeatFields(TypedDict):
     step_s: NotRequired[float]
     cpus: NotRequired[float]
     rss_bytes: NotRequired[int]
+    ports: NotRequired[Sequence[Sequence[str]]]
     weights: NotRequired[Sequence[Sequence[object]]]
     calls: NotRequired[Sequence[tuple[str, str, str, int, int, float, int]]]
 
@@ -231,8 +232,14 @@ def instance_row(job: JobHistory, one: InstanceHistory, beat: HeartbeatFields | 
         standby=one.now.spare,
         devices=bundle.devices if bundle is not None else (),
         progress=_progress_report(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
+        ports={name: port_path(job.id, str(one.id), name) for name, _ in (beat or {}).get("ports", ())},
         error=None if one.error is None else document(LossFields, one.error, at=one.error_at),
     )
+
+
+def port_path(job: JobId, instance: str, name: str) -> str:
+    """Where the page opens a port of an instance."""
+    return f"/ports/{job}/{instance}/{name}"
 
 
 def _progress_report(beat: HeartbeatFields) -> ProgressReport:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import ago_s, clock_time
+from rota.service.models.jobs import JobDocument
 from rota.spec.errors import BadInput, UnknownName
 
 
@@ -191,6 +192,7 @@ def login(
 def ui(
     job: Annotated[str, Parameter(help="The job to show; default: the overview.")] = "",
     *,
+    port: Annotated[str, Parameter(help="Open this port of the job: NAME, or ROLE/N:NAME of one instance.")] = "",
     print_: Annotated[bool, Parameter(name="--print", help="Print the address alone; open no browser.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -201,10 +203,14 @@ def ui(
     rota ui
 
     rota ui big-1 --print
+
+    rota ui lab-1 --port notebook
     """
+    if port and not job:
+        raise BadInput("--port needs the job that has it", hint="rota ui JOB --port NAME")
     terminal = flags.terminal()
     with flags.client() as client:
-        page = f"&next=/jobs/{quote(client.job(job)['id'], safe='')}" if job else ""
+        page = f"&next={quote(_page_of(client.job(job), port))}" if job else ""
         document = client.accounts.login_code()
         address = f"{client.url}/login?code={document['code']}{page}"
     document = document | {"url": address}
@@ -212,6 +218,19 @@ def ui(
     if not print_ and sys.stdout.isatty() and not _browse(address):
         terminal.note("no browser was found here: open the address above, once, in one that reaches the service")
     return 0
+
+
+def _page_of(job: JobDocument, port: str) -> str:
+    """Where the page shows a job, or opens a port of it. Raises UnknownName."""
+    if not port:
+        return f"/jobs/{job['id']}"
+    instance, _, name = port.rpartition(":")
+    found = {f"{one['instance']}:{key}": path for one in job["instances"] for key, path in one["ports"].items()}
+    for key, path in found.items():
+        if key == port or (not instance and key.rpartition(":")[2] == name):
+            return path
+    hint = f"it has {', '.join(found)}" if found else "its roles name none (ports: [notebook]), or do not run yet"
+    raise UnknownName(f"{job['id']} has no port {port!r} now", hint=hint)
 
 
 def _browse(address: str) -> bool:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Annotated
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -20,7 +20,7 @@ from rota.service.models.accounts import Health, LoginDocument
 from rota.service.models.base import Sent
 from rota.service.rest.auth import COOKIE, SESSION_TTL_S
 from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
-from rota.spec.errors import BadInput, NotReachable, UnknownName
+from rota.spec.errors import BadInput, NoToken, NotReachable, UnknownName
 
 PAGES = ("queues", "jobs", "nodes", "submit", "compare", "access", "admin")
 """First parts of the addresses that the UI draws itself; each answers with the same document."""
@@ -104,6 +104,18 @@ def _local(address: str) -> str:
     below = parts.path.startswith("/") and not parts.path.startswith("//")
     inside = not parts.scheme and not parts.netloc and below and "\\" not in address
     return urlunsplit(parts) if inside else "/"
+
+
+@ui.get("/ports/{job}/{role}/{rank}/{name}", response_class=RedirectResponse)
+async def port(request: Request, app: Parts, job: str, role: str, rank: int, name: str) -> Response:
+    """Open a port of an instance for this browser, and go there; without a session to the login first."""
+    try:
+        found = app.entered(app.auth.check(auth_request(request)), job)
+    except NoToken:
+        return RedirectResponse(f"/login?next={quote(request.url.path)}", status_code=303)
+    opened = await app.forwards.open((found.id, f"{role}/{rank}", name))
+    name_asked = request.headers["host"].rpartition(":")[0] or request.headers["host"]
+    return RedirectResponse(f"{request.url.scheme}://{name_asked}:{opened}/", status_code=303)
 
 
 class LoginBody(BaseModel):

@@ -1,0 +1,177 @@
+"""Ports of jobs: who is logged in reaches the program, nobody else; nothing of Rota's own gets there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rota.runtime.clock import SystemClock
+from rota.runtime.random import SystemRandom
+from rota.service.accounts import Caller
+from rota.service.rest.auth import COOKIE, Auth
+from rota.service.rest.forward import Forwards, Key
+from rota.spec.errors import NotAllowed, UnknownName
+from rota.spec.ids import JobId
+
+TOKEN = "rota_abcdefgh_" + "s" * 40
+KEY: Key = (JobId("book-1"), "main/0", "notebook")
+WEB_SOCKET = "Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
+
+
+@dataclass
+class Program:
+    """Stands in for what a job runs: keeps what it is sent, and answers each request."""
+
+    got: list[bytes] = field(default_factory=list[bytes])
+    answer: bytes = b"HTTP/1.1 200 OK\r\nSet-Cookie: rota_session=mine\r\nSet-Cookie: a=b\r\n\r\nhello"
+    address: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.got.append(head)
+        if b"websocket" in head:
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n")
+            while data := await reader.read(100):
+                writer.write(data.upper())
+        else:
+            if b"ength: 5" in head:
+                self.got.append(await reader.readexactly(5))
+            writer.write(self.answer)
+        await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def opened(program: Program) -> AsyncIterator[tuple[Forwards, int, Auth]]:
+    server = await asyncio.start_server(program.serve, "127.0.0.1", 0)
+    program.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    auth = Auth.of(TOKEN, clock=SystemClock(), random_source=SystemRandom(), hosts=frozenset({"127.0.0.1"}))
+
+    async def find(key: Key) -> str:
+        if key != KEY:
+            raise UnknownName(f"no port {key[2]!r}")
+        return program.address
+
+    forwards = Forwards(auth, SystemClock(), "127.0.0.1", 7700, lambda *_: None, find)
+    try:
+        yield forwards, await forwards.open(KEY), auth
+    finally:
+        await forwards.close()
+        server.close()
+
+
+async def ask(port: int, *lines: str, body: bytes = b"", method: str = "GET") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "\r\n".join((f"{method} /tree?x=1 HTTP/1.1", f"Host: 127.0.0.1:{port}", *lines, "", ""))
+    writer.write(head.encode() + body)
+    found = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return found
+
+
+def run(body: Callable[[Forwards, int, str, Program], Awaitable[Any]], program: Program | None = None) -> Any:
+    async def main() -> Any:
+        here = program or Program()
+        async with opened(here) as (forwards, port, auth):
+            cookie = f"{COOKIE}={auth.session_of(auth.own.id)}"
+            return await body(forwards, port, cookie, here)
+
+    return asyncio.run(main())
+
+
+def test_a_request_with_the_session_reaches_the_program_without_what_belongs_to_rota() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        found = await ask(port, f"Cookie: a=1; {cookie}; b=2", "Connection: keep-alive")
+        assert found.endswith(b"hello") and b"Set-Cookie: a=b" in found and b"rota_session" not in found
+        head = program.got[0].decode()
+        assert head.startswith("GET /tree?x=1 HTTP/1.1\r\n") and "Cookie: a=1; b=2\r\n" in head
+        assert COOKIE not in head and "Connection: close" in head and "keep-alive" not in head
+        found = await ask(port, f"Authorization: Bearer {TOKEN}")
+        assert found.endswith(b"hello") and TOKEN.encode() not in program.got[1]
+
+    run(body)
+
+
+def test_a_body_is_passed_on_and_nothing_after_it() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        second = f"GET / HTTP/1.1\r\nCookie: {cookie}\r\n\r\n".encode()
+        await ask(port, f"Cookie: {cookie}", "Content-Length: 5", body=b"12345" + second, method="POST")
+        assert program.got[1:] == [b"12345"]
+        refused = await ask(port, f"Cookie: {cookie}", "Transfer-Encoding: chunked", method="POST")
+        assert refused.startswith(b"HTTP/1.1 411")
+
+    run(body)
+
+
+def test_a_web_socket_passes_both_ways() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{WEB_SOCKET}Cookie: {cookie}\r\n\r\n".encode())
+        assert b"101 Switching" in await reader.readuntil(b"\r\n\r\n")
+        for text in (b"one", b"two"):
+            writer.write(text)
+            assert await asyncio.wait_for(reader.readexactly(3), 20) == text.upper()
+        writer.close()
+
+    run(body)
+
+
+def test_who_is_not_logged_in_or_comes_from_a_page_elsewhere_is_refused() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        login = await ask(port, "Accept: text/html")
+        assert (
+            login.startswith(b"HTTP/1.1 303")
+            and b"http://127.0.0.1:7700/login?next=/ports/book-1/main/0/notebook" in login
+        )
+        assert (await ask(port)).startswith(b"HTTP/1.1 401")
+        assert (await ask(port, f"Cookie: {COOKIE}=9999999999.abc.def")).startswith(b"HTTP/1.1 401")
+        for elsewhere in (
+            "Origin: http://127.0.0.1:1",
+            "Sec-Fetch-Site: same-site\r\nSec-Fetch-Mode: cors",
+            "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Mode: no-cors",
+        ):
+            assert (await ask(port, f"Cookie: {cookie}", elsewhere)).startswith(b"HTTP/1.1 403"), elsewhere
+
+        def refuse(caller: Caller, job: JobId) -> None:
+            raise NotAllowed("not yours")
+
+        forwards.may = refuse
+        assert (await ask(port, f"Cookie: {cookie}")).startswith(b"HTTP/1.1 403")
+        assert program.got == []
+
+    run(body)
+
+
+def test_a_program_that_was_replaced_is_found_again_and_one_that_is_gone_is_said() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        right = program.address
+        forwards.open_ports[KEY].target = "127.0.0.1:1"
+        assert (await ask(port, f"Cookie: {cookie}")).endswith(b"hello")
+        forwards.open_ports[KEY].target = program.address = "127.0.0.1:1"
+        assert (await ask(port, f"Cookie: {cookie}")).startswith(b"HTTP/1.1 502")
+        program.address = right
+        assert await forwards.open(KEY) == port
+        with pytest.raises(UnknownName):
+            await forwards.open((KEY[0], KEY[1], "other"))
+
+    run(body)
+
+
+def test_use_is_noted_and_closing_ends_it() -> None:
+    async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
+        before = forwards.used_s(KEY[0])
+        await ask(port)
+        assert forwards.used_s(KEY[0]) == before, "a request that was refused is no use"
+        await ask(port, f"Cookie: {cookie}")
+        assert forwards.used_s(KEY[0]) > before > 0
+        await forwards.close(KEY[0])
+        assert forwards.used_s(KEY[0]) == 0
+        with pytest.raises(OSError):
+            await ask(port, f"Cookie: {cookie}")
+
+    run(body)

@@ -92,6 +92,11 @@ def test_the_bare_command_is_run_when_the_bootstrap_is_switched_off() -> None:
     assert parse_command(role("python t.py", env=(("ROTA_BOOTSTRAP", "0"),))).argv == (sys.executable, "t.py")
 
 
+def test_the_python_of_another_environment_runs_its_own_packages() -> None:
+    assert parse_command(role(("/opt/venv/bin/python", "t.py"))).argv == ("/opt/venv/bin/python", "t.py")
+    assert parse_command(role((sys.executable, "t.py"))).argv[:2] == (sys.executable, "-m")
+
+
 def test_a_world_asks_for_a_store_and_copies_of_a_plain_command_do_not() -> None:
     assert parse_command(role("python t.py", replicas_min=2, replicas_max=2, mesh=(("dp", 2),))).store
     assert not parse_command(role("python t.py", replicas_min=2, replicas_max=2)).store

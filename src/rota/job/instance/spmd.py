@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +104,11 @@ def _plain_words(text: str) -> list[str] | None:
 
 
 def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
-    """``python script.py ...`` with this interpreter and the bootstrap; any other command as it is."""
-    if Path(words[0]).name not in ("python", "python3"):
+    """``python script.py ...`` with this interpreter and the bootstrap; any other command as it is.
+
+    The Python of another environment, named by its path, has packages of its own and no bootstrap.
+    """
+    if words[0] not in ("python", "python3", sys.executable):
         return tuple(words)
     if not bare and len(words) > 1 and words[1].endswith(".py"):
         return (interpreter(), "-m", "rota.job.instance.bootstrap", *words[1:])

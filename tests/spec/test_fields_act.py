@@ -49,6 +49,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.secrets": ("job/master/executor.py", "spec.secrets"),
     "JobSpec.image": ("spec/check.py", "spec.image"),
     "JobSpec.labels": ("cluster/core/jobs.py", "spec.labels"),
+    "JobSpec.run_as": ("job/instance/tenant.py", "config.spec.run_as"),
     "JobSpec.success_when": ("job/core/desired.py", "ctx.spec.success_when"),
     "JobSpec.seed": ("job/instance/runners.py", "config.spec.seed"),
     "RoleSpec.name": ("job/rpc/client.py", "role.name"),

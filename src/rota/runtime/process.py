@@ -642,13 +642,13 @@ class ExecResult(TypedDict):
     timed_out: bool
 
 
-async def execute_command(argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+async def execute_command(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> ExecResult:
     """Run ``argv`` without a shell and without input for at most ``timeout_s``; everything it started ends with it."""
     pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     loop = asyncio.get_running_loop()
     try:
         transport, run = await loop.subprocess_exec(
-            _Capture, *argv, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True
+            _Capture, *argv, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True, env=env
         )
     except (OSError, ValueError) as error:
         status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_RUN

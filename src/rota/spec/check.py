@@ -82,6 +82,22 @@ def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
     return (Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED"),)
 
 
+def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
+    """What of a job whose commands run as a user of their own would run as the service does: root."""
+    why = f"jobs of queue {spec.queue} run as {spec.run_as}"
+    for role in spec.roles:
+        at: Path = ("roles", role.name)
+        if role.run is None:
+            hint = "start it as a command: run: [python, train.py]"
+            message = f"{why}, and a workload runs in a process of the service"
+            yield Finding(path=(*at, "workload"), message=message, hint=hint, code="NOT_SUPPORTED")
+        if spec.packages_of(role):
+            hint = "install them in an environment of that user, and name its Python by the path: /opt/v/bin/python"
+            message = f"{why}, and packages are installed as the service"
+            path = (*at, "packages") if role.packages else ("packages",)
+            yield Finding(path=path, message=message, hint=hint, code="NOT_SUPPORTED")
+
+
 def unenforced(spec: JobSpec) -> tuple[str, ...]:
     """What the job asks for and nothing enforces, a sentence each."""
     image = f"image {spec.image}: ignored; processes start in the environment of the service, in no container"

@@ -361,6 +361,8 @@ class JobSpec(JsonValue):
     secrets: tuple[str, ...] = ()
     image: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
+    run_as: str | None = None
+    """User of the operating system that its commands run as: that of its queue, taken when the job is submitted."""
     success_when: tuple[str, ...] | Literal["all", "loop"] | None = None
     seed: int = 0
     spec_version: int = SPEC_VERSION

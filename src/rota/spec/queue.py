@@ -27,6 +27,8 @@ class Queue:
     priority: int = 100
     preemptible: bool = True
     state: Literal["open", "closed", "draining"] = "open"
+    run_as: str | None = None
+    """User of the operating system (a name, or ``uid:gid``) of the commands of its jobs and those of queues below."""
 
     @property
     def parent(self) -> str | None:

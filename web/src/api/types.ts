@@ -745,6 +745,7 @@ export interface QueueRow {
   priority: number;
   preemptible: boolean;
   state: string;
+  run_as: string | null;
   parent: string | null;
   used_gpus: number;
   guaranteed_gpus: number | null;

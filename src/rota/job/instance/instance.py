@@ -32,10 +32,11 @@ from rota.job.health.heartbeat import (
 from rota.job.health.preflight import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
 from rota.job.health.stacks import error_summary, own_reason, own_stacks
 from rota.job.inspect import import_target
+from rota.job.instance import tenant
 from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
-from rota.job.instance.spmd import CommandRunner, run_setup
+from rota.job.instance.spmd import CommandRunner, run_setup, setup_environment
 from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
@@ -175,7 +176,8 @@ class Instance:
 
     async def execute(self, argv: list[str], timeout_s: float) -> ExecResult:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
-        done = await self._control.run(execute_command(argv, timeout_s=timeout_s))
+        argv, env = list(tenant.command(self._config, argv)), setup_environment(self._config)
+        done = await self._control.run(execute_command(argv, timeout_s=timeout_s, env=env))
         stdout, stderr = (secrets.redact(text, cut=done["cut"]) for text in (done["stdout"], done["stderr"]))
         return {**done, "stdout": stdout, "stderr": stderr}
 
@@ -317,6 +319,8 @@ class Instance:
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
         await self._runner.stop(grace_s)
+        if self._config.spec.run_as:
+            await asyncio.to_thread(tenant.remove_shared)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SPANS_WRITE_MAX_S):
                 await self._write_spans()

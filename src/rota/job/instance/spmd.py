@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.health.stacks import of_the_job
+from rota.job.instance import tenant
 from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
@@ -172,7 +173,8 @@ def rank_environment(
     path = f"{Path(interpreter()).parent}:{get('PATH', '/usr/bin:/bin')}"
     # What the job file gives wins over the contract, save for the ranks themselves.
     role_env = {name: value for name, value in config.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
-    return {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
+    found = {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
+    return tenant.environment(found, config, given) if config.spec.run_as else found
 
 
 class CommandRunner:
@@ -226,7 +228,7 @@ class CommandRunner:
 
     async def _spawn(self, env: dict[str, str]) -> asyncio.subprocess.Process:
         try:
-            return await _started(*self._command.argv, env=env)
+            return await _started(*tenant.command(self._config, self._command.argv, self._files), env=env)
         except OSError as error:
             text = (
                 f"{self._command.argv[0]!r} cannot be run in {Path.cwd()}: {error.strerror}; put it on PATH or into the"
@@ -434,6 +436,11 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
     return words
 
 
+def setup_environment(config: InstanceConfig) -> dict[str, str] | None:
+    """Variables of a command beside the ranks; None: those of this process."""
+    return tenant.environment(snapshot(), config) if config.spec.run_as else None
+
+
 async def run_setup(config: InstanceConfig) -> None:
     """Run the ``setup`` command of the role once in this instance's folder. Raises CommandFailed."""
     if config.role.setup is None:
@@ -444,7 +451,9 @@ async def run_setup(config: InstanceConfig) -> None:
         return
     since = log_size(config)
     with config.marks.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
-        child = await _started("/bin/sh", "-c", config.role.setup)
+        child = await _started(
+            *tenant.command(config, ("/bin/sh", "-c", config.role.setup)), env=setup_environment(config)
+        )
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETUP_MAX_S):

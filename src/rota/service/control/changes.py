@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from rota.cluster.core.quota import broken_rules
+from rota.cluster.core.quota import BrokenRule, broken_rules
 from rota.cluster.live import Scheduler
 from rota.job.core.resize import is_world, world_of
+from rota.runtime import isolation
 from rota.service.jobfile.models import ResourcesPart
 from rota.service.jobfile.nodes import SequenceNode, read_tree
 from rota.service.jobfile.problems import ErrorCollector
@@ -136,6 +137,9 @@ class QueuePart(Part):
     priority: Annotated[int, Number(0)] = optional("tier in which what is left over is divided")
     preemptible: Annotated[bool, Bool()] = optional("may jobs of it be preempted")
     state: Annotated[State, OneOf(State)] = optional("does it take jobs")
+    run_as: Annotated[str, Text("a user of the operating system, or UID:GID")] = optional(
+        "user of the commands of its jobs, where the service is root"
+    )
 
 
 class QueuesPart(Part):
@@ -149,6 +153,14 @@ class QueuesPart(Part):
         return {"queues": node} if isinstance(node, SequenceNode) else node
 
 
+def broken_queues(queues: Sequence[Queue], nodes: Iterable[Node]) -> Iterator[BrokenRule]:
+    """What is wrong with a tree, on these nodes and on this machine."""
+    yield from broken_rules(queues, nodes)
+    for index, queue in enumerate(queues):
+        if queue.run_as is not None and (why := isolation.refusal(queue.run_as)):
+            yield BrokenRule(index=index, field="run_as", message=why, hint="remove it: jobs run as the service does")
+
+
 def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tuple[Queue, ...]:
     """The queues of the file, checked against these nodes. Raises JobFileError with every mistake and its place."""
     errors = ErrorCollector(text, filename)
@@ -157,7 +169,7 @@ def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tupl
     errors.raise_if_any()
     assert found is not None, "what is wrong was raised"
     queues: tuple[Queue, ...] = found.given()["queues"]
-    for broken in broken_rules(queues, nodes):
+    for broken in broken_queues(queues, nodes):
         path = ("queues", broken.index, broken.field)
         _, place = place_of(root, path)
         errors.add(place, path, broken.message, hint=broken.hint)

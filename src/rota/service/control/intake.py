@@ -31,7 +31,7 @@ from rota.service.models.cluster import DryRunEstimate, DryRunExplanation
 from rota.service.views.cluster import no_usable_node
 from rota.service.views.job_history import JobHistory
 from rota.spec import codec
-from rota.spec.check import Finding, fixed_size, unenforced
+from rota.spec.check import Finding, fixed_size, tenant_refused, unenforced
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     BadInput,
@@ -239,6 +239,7 @@ class Intake:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
         self._check_right(spec, caller)
+        spec = self._as_tenant(spec, given)
         check_image(spec, given)
         if caller is not None:  # without a service there are no other jobs
             spec = self._with_dependencies(spec, given, caller)
@@ -273,6 +274,26 @@ class Intake:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
         if caller is not None:  # without a service nothing can be asked
             caller.need(Role.USER, spec.queue)
+
+    def _as_tenant(self, spec: JobSpec, given: Submission) -> JobSpec:
+        """The job with the user of its queue, or of the nearest one above. Raises JobFileError for what needs root.
+
+        A caller's own ``run_as`` is worth nothing. Packages of Python run code when they are installed; workloads of
+        Python run in a process of Rota.
+        """
+        users = {one.path: one.run_as for one in self._loop.installation.queues}
+        parts = spec.queue.split("/")
+        above = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+        spec = replace(spec, run_as=next((users[path] for path in above if users.get(path)), None))
+        if spec.run_as is None:
+            return spec
+        found = [*tenant_refused(spec)]
+        if any((FILES_LABEL, OWN_FILES) in node.labels for node in self._loop.installation.usable_nodes()):
+            message = f"jobs of {spec.queue} run as {spec.run_as}, which needs one machine, or one home for all"
+            found.append(Finding(path=("queue",), message=message, hint="use another queue", code="NOT_SUPPORTED"))
+        if found:
+            raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
+        return spec
 
     def _with_dependencies(self, spec: JobSpec, given: Submission, caller: Caller) -> JobSpec:
         """The job with the ids of the jobs that it starts after, which were submitted before: there is no cycle.

@@ -196,6 +196,7 @@ class QueueFields(Closed):
     priority: int
     preemptible: bool
     state: str
+    run_as: str | None
 
 
 class QueueRow(QueueFields):

@@ -14,13 +14,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.core.quota import broken_rules
 from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
-from rota.service.control.changes import read_queues
+from rota.service.control.changes import broken_queues, read_queues
 from rota.service.models.alerts import AlertList
 from rota.service.models.base import Sent, document
 from rota.service.models.cluster import (
@@ -376,7 +375,7 @@ def _given_tree(app: AppState, body: QueuesBody) -> tuple[tuple[Queue, ...], Sta
             given = tuple(queue_from_json(raw) for raw in body.queues)
         except (TypeError, ValueError) as error:
             raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
-        for broken in broken_rules(given, nodes):
+        for broken in broken_queues(given, nodes):
             raise BadInput(f"queues[{broken.index}].{broken.field}: {broken.message}", hint=broken.hint)
     if not given:
         raise BadInput("a tree without queues", hint="keep at least 'default'")

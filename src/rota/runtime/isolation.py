@@ -1,0 +1,141 @@
+"""Run a command as the user of a tenant, in folders, memory and a process list of its own; needs root and Linux.
+
+``python -I -S isolation.py JSON COMMAND...``: becomes the command. The JSON object has ``user`` (``name`` or
+``uid:gid``), ``home`` (hidden, but for the folders in ``shown``), ``given`` (made the user's), ``tmp`` and ``shm`` (of
+the job: its ``/tmp`` and ``/dev/shm``). What is not said stays as it is: network, devices, all other folders.
+"""
+
+import ctypes
+import json
+import os
+import pwd
+import sys
+
+NEW_NS, NEW_IPC = 0x00020000, 0x08000000
+NO_NEW_PRIVS = 38
+BIND, REC, PRIVATE, NOSUID, NODEV = 0x1000, 0x4000, 1 << 18, 2, 4
+CANNOT = 126
+"""Exit status of a command that cannot be run, as of a shell."""
+_OPENED = "/proc/self/fd/{}"
+
+
+class CannotIsolate(Exception):
+    """The command would not run as its tenant; the message says why."""
+
+
+def account(user: str) -> tuple[int, int, str, str]:
+    """User and group id, name and home folder of ``name`` or ``uid:gid``. Raises CannotIsolate, also for root."""
+    uid, colon, gid = user.partition(":")
+    try:
+        if colon:
+            found = int(uid), int(gid), f"uid-{uid}", "/tmp"
+        else:
+            entry = pwd.getpwnam(user)
+            found = entry.pw_uid, entry.pw_gid, entry.pw_name, entry.pw_dir
+    except (KeyError, ValueError):
+        raise CannotIsolate(f"run_as: this machine has no user {user!r}; name one of it, or UID:GID") from None
+    if found[0] <= 0 or found[1] < 0:
+        raise CannotIsolate(f"run_as: {user!r} is root; tenants need a user of their own")
+    return found
+
+
+def refusal(user: str) -> str:
+    """Why commands cannot run as that user here; empty when they can."""
+    try:
+        account(user)
+    except CannotIsolate as error:
+        return str(error)
+    if os.geteuid() != 0:
+        return f"run_as: the service runs as user {os.geteuid()}; only one that runs as root can start jobs as others"
+    return ""
+
+
+def call(name: str, *args: object) -> None:
+    """A call of the C library. Raises OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Mount, as ``mount(2)``. Raises OSError."""
+    call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def hidden(path: str) -> str:
+    """The outermost folder on the way to ``path`` that others may not pass; ``path`` where they reach it."""
+    above = "/"
+    for part in path.strip("/").split("/"):
+        above = os.path.join(above, part)  # noqa: PTH118 - pathlib takes longer to import than all else here
+        if not os.stat(above).st_mode & 0o001:  # noqa: PTH116
+            return above
+    return path
+
+
+def separate(home: str, shown: list[str], tmp: str, shm: str) -> None:
+    """Give this process folders and a process list of its own.
+
+    ``home`` is empty but for what is ``shown``; so is each folder that others may not pass and that holds the
+    interpreter. The workdir and the interpreter are shown where they would be hidden.
+    """
+    here, programs = os.getcwd(), sorted({sys.prefix, sys.base_prefix, str(__file__).rpartition("/rota/")[0]})  # noqa: PTH109
+    masks = sorted({hidden(home), *(hidden(one) for one in programs if hidden(one) != one)})
+    lost = (*masks, "/tmp")
+    shown = [*shown, *(one for one in (*programs, here) if one.startswith(tuple(f"{path}/" for path in lost)))]
+    os.umask(0o022)
+    call("unshare", NEW_NS | NEW_IPC)
+    mount("none", "/", "", REC | PRIVATE)
+    opened = {path: os.open(path, os.O_PATH) for path in (*shown, tmp, shm)}
+    mount(_OPENED.format(opened[tmp]), "/tmp", "", BIND)
+    mount(_OPENED.format(opened[shm]), "/dev/shm", "", BIND)
+    for mask in masks:
+        os.makedirs(mask, mode=0o755, exist_ok=True)  # noqa: PTH103 - it may be in the /tmp that was hidden
+        mount("tmpfs", mask, "tmpfs", NOSUID | NODEV, "mode=0755,size=1m")
+    for path in sorted(shown):
+        os.makedirs(path, mode=0o755, exist_ok=True)  # noqa: PTH103
+        mount(_OPENED.format(opened[path]), path, "", BIND)
+    mount("proc", "/proc", "proc", NOSUID | NODEV, "hidepid=invisible")
+    for opening in opened.values():
+        os.close(opening)
+
+
+def become(uid: int, gid: int) -> None:
+    """Be that user from here on, without other groups; no program gives more rights, not ``sudo`` either."""
+    call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def give(paths: list[str], uid: int, gid: int) -> None:
+    """Make folders, and the output of this process, those of the user; what another one put in their place is not."""
+    opened = [os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for path in paths]
+    for file in (1, 2, *opened):
+        os.fchown(file, uid, gid)
+    for file in opened:
+        os.close(file)
+
+
+def main() -> None:
+    """Become the command."""
+    asked, command = json.loads(sys.argv[1]), sys.argv[2:]
+    here = os.getcwd()  # noqa: PTH109
+    try:
+        uid, gid, name, folder = account(asked["user"])
+        give(asked["given"], uid, gid)
+        separate(asked["home"], asked["shown"], asked["tmp"], asked["shm"])
+        become(uid, gid)
+        os.umask(0o077)
+        os.environ |= {"USER": name, "LOGNAME": name, "HOME": folder, "TMPDIR": "/tmp"}
+        try:
+            os.chdir(here)
+        except OSError as error:
+            raise CannotIsolate(f"{here}: {error.strerror} for {name}; let it read the workdir of the job") from None
+        os.execvpe(command[0], command, os.environ)
+    except (CannotIsolate, OSError) as error:
+        sys.stderr.write(f"rota: the command cannot run as {asked['user']}: {error}\n")
+        sys.exit(CANNOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -77,11 +77,23 @@ function Head({ job, explained }: { job: JobDocument; explained: boolean }) {
           ["Attempt", job.attempt || ""],
           ["Ready", `${job.instances_ready} of ${job.instances_total}`],
           ["Commit", job.progress?.commit ?? ""],
+          ["Opens", portsOf(job)],
           ["Master", job.master && [`pid ${job.master.pid}`, `epoch ${job.master.epoch}`, job.master.node].filter(Boolean).join(", ")],
         ]}
       />
     </>
   );
+}
+
+/** A link to each port of its instances; the instance is named where a role has several. */
+function portsOf(job: JobDocument) {
+  const ports = job.instances.flatMap((one) => Object.entries(one.ports).map(([name, path]) => ({ name, path, of: one.instance })));
+  if (!ports.length) return "";
+  return ports.map((one) => (
+    <a key={one.path} href={one.path} target="_blank" rel="noreferrer">
+      {one.name} {job.instances.length > 1 && `of ${one.of}`}{" "}
+    </a>
+  ));
 }
 
 const OVER = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);

@@ -83,7 +83,6 @@ function Load({ job }: { job: JobDocument }) {
       columns={[
         { name: "Instance", cell: (one) => <Link to={`${jobPath(job.id, "logs")}?instance=${encodeURIComponent(one.instance)}`}>{one.instance}</Link> },
         { name: "State", cell: (one) => <State of={one.state} /> },
-        { name: "Opens", cell: (one) => Object.entries(one.ports).map(([name, path]) => <a key={name} href={path} target="_blank" rel="noreferrer">{name} </a>) },
         { name: "Does", cell: (one) => one.progress?.quiet || one.progress?.busy.join(", ") },
         { name: "Waits for", cell: (one) => one.progress?.waits_for.join(", ") },
         { name: "Progress", cell: (one) => one.progress && `${one.progress.n} ${one.progress.unit}`, numeric: true },

@@ -349,7 +349,7 @@ class JobSpec(JsonValue):
     retry: int = 0
     time_limit_s: float | None = None
     idle_limit_s: float | None = None
-    """The job ends when for so long nobody used its ports and its processes did no work."""
+    """The job ends when for this time its ports were not used and its processes did no work."""
     grace_s: float = 30.0
     checkpoint: Checkpoint | None = None
     workdir: str | None = None

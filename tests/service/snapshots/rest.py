@@ -111,6 +111,8 @@ def reads(jobs: Iterable[JobId]) -> Iterator[Ask]:
         yield Ask(method="GET", path=path)
     for page in ("queues", "jobs", "nodes", "submit", "compare", "admin"):
         yield from (Ask(method="GET", path=f"/{page}"), Ask(method="GET", path=f"/{page}/learn-1"))
+    for user in ("", "stranger"):  # a port that no instance has; to the login
+        yield Ask(method="GET", path="/ports/learn-1/main/0/notebook", user=user)
 
 
 def refusals() -> Iterator[Ask]:

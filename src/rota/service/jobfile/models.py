@@ -419,7 +419,7 @@ class JobPart(Part):
         "hard end; time in the queue does not count", alias="time_limit", default="none"
     )
     idle_limit_s: SomeSeconds = optional(
-        "it ends when its ports were not used, and it did no work, for so long", alias="idle_limit", default="none"
+        "it ends when for this time its ports were not used and it did no work", alias="idle_limit", default="none"
     )
     grace_s: Seconds = optional(
         "for a stop: to the next commit and the disk, then from SIGTERM to SIGKILL", alias="grace"

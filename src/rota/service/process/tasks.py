@@ -184,7 +184,7 @@ async def _look_at(app: AppState, job: JobId) -> None:
 
 
 async def watch_idle(app: AppState) -> None:
-    """Until cancelled: end jobs that nobody used for their idle limit; close the ports of those that have ended."""
+    """Until cancelled: end jobs that were not used for their idle limit; close the ports of those that have ended."""
     try:
         while True:
             try:

@@ -43,7 +43,7 @@ class Head:
 
     @staticmethod
     def of(raw: bytes) -> Head:
-        """Raises ValueError for what is no head of HTTP."""
+        """Raises ValueError for bytes that are not such a head."""
         first, *lines = raw.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
         if len(first.split(" ", 2)) < 2 or any(":" not in line or line[:1] in " \t" for line in lines):
             raise ValueError("no head of HTTP/1.1")

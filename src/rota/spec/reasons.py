@@ -130,7 +130,7 @@ class Reason(StrEnum):
     COMPLETED = _info("end", "user", "All roles finished.", JobState.SUCCEEDED)
     STOPPED_BY_USER = _info("end", "user", "Stopped by its user.", JobState.CANCELLED)
     TIME_LIMIT = _info("end", "policy", "The time limit was reached.", JobState.FAILED)
-    IDLE = _info("end", "policy", "Its ports were not used, and it did no work, for its idle limit.", JobState.CANCELLED)
+    IDLE = _info("end", "policy", "Its ports were not used, and it did no work, for its limit.", JobState.CANCELLED)
     DEPENDENCY_FAILED = _info("end", "user", "A job that had to succeed before this one did not.", JobState.FAILED)
     INTERNAL = _info("end", "rota", "Internal error in Rota; see the service log.", JobState.FAILED)
     # refusal

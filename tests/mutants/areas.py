@@ -47,5 +47,6 @@ AREAS = (
         tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_deps", "webhooks")),
     ),
     Area(name="streams", sources=("tensors/ring.py",), tests=("tests/tensors/core/test_ring.py",)),
+    Area(name="snapshots", sources=("service/control/snapshot.py",), tests=("tests/service/test_snapshot.py",)),
     Area(name="sweeps", sources=("service/sweeps.py",), tests=("tests/service/test_sweeps.py",)),
 )

@@ -246,6 +246,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "cut in its body": lambda raw: raw[:-100],
     "empty": lambda raw: b"",
     "a flipped bit": lambda raw: raw[:-50] + bytes([raw[-50] ^ 1]) + raw[-49:],
+    "another name": lambda raw: raw.replace(b"hello-2", b"jello-2"),
     "of another program": lambda raw: raw.replace(b'"program": "', b'"program": "0', 1),
     "of another log": lambda raw: raw.replace(b'"record": "', b'"record": "0', 1),
     "of a longer log": lambda raw: raw.replace(b'"number": ', b'"number": 9', 1),

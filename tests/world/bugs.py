@@ -247,6 +247,16 @@ def disk_before_memory(patch: Patch) -> None:
     patch.setattr(survival, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
 
 
+def dependency_not_waited_for(patch: Patch) -> None:
+    """A job starts while the one that it comes after still runs."""
+    patch.setattr(Scheduler, "_after", lambda self, spec: ())
+
+
+def failed_dependency_forgotten(patch: Patch) -> None:
+    """A job starts though the one that had to succeed before it did not."""
+    patch.setattr(Scheduler, "_failed", lambda self, after: None)
+
+
 def stale_death_believed(patch: Patch) -> None:
     """The report of the end of an earlier process counts against the present one."""
     patch.setattr(losses, "_concerns", lambda one, event: one.process is not None)
@@ -512,6 +522,12 @@ BUGS = (
     Bug("devices_before_state", devices_before_state, STOPS),
     Bug("no_grace_for_commands_that_move", no_grace_for_commands_that_move, RESIZES),
     Bug("peer_not_asked", peer_not_asked, PEERS),
+    Bug("dependency_not_waited_for", dependency_not_waited_for, replace(SHORT, jobs=4, after=True)),
+    Bug(
+        "failed_dependency_forgotten",
+        failed_dependency_forgotten,
+        replace(SHORT, jobs=4, after=True, failing_code=True),
+    ),
     Bug("disk_before_memory", disk_before_memory, KILLS),
     Bug("stale_death_believed", stale_death_believed, replace(BOTH, kill_instance_s=2.0, engine=LATE)),
     Bug("timer_of_an_old_epoch", timer_of_an_old_epoch, replace(KILLS, failing_code=True)),

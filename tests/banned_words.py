@@ -1,8 +1,8 @@
 """Words that no text of the project uses; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
 
 Looked at are the string literals, docstrings and comments of ``src/rota`` and of what writes ``docs``, the texts of
-``web/src``, the pages at the root and those of ``docs`` that people write, and the names of files. What is left in
-each file is recorded in ``words_left.txt`` and only becomes less: ``--record`` writes that file again.
+``web/src``, the pages at the root, those of ``docs`` that people write, the templates, and the names of files. What is
+left in each file is recorded in ``words_left.txt`` and only becomes less: ``--record`` writes that file again.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def places() -> list[Place]:
     for path in sorted((ROOT / "web" / "src").rglob("*.ts*")):
         found += _in_web(path)
     front = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
+    templates = sorted((ROOT / "src" / "rota" / "service" / "templates").rglob("*"))
+    front += [path for path in templates if path.suffix in (".yaml", ".txt", ".ipynb")]
     for path in (*filter(Path.exists, front), *sorted((ROOT / "docs").rglob("*.md"))):
         if path.relative_to(ROOT).as_posix() not in GENERATED:
             found += _in_text(path, path.read_text(encoding="utf-8"), 1)

@@ -16,7 +16,7 @@ from rota.job.core.placement import bind, bindings, requests_of
 from rota.spec.dispatch import OpSpec
 from rota.spec.gang import Apart, Grant, Together
 from rota.spec.ids import RoleName
-from rota.spec.job import Bound, Edge, Interface, JobSpec, Near, SizedPlan, StreamSpec, WeightsEdge
+from rota.spec.job import Bound, Edge, Interface, JobSpec, Near, RoleSpec, SizedPlan, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
 
 GRPO_STREAMS = (StreamSpec(name="prompts", source="m:prompts"), StreamSpec(name="groups", cap=64))
@@ -53,6 +53,18 @@ def near(role: str, level: str = "device", share: str | None = None) -> Near:
     return Near(role=role, level=level, share=share)  # type: ignore[arg-type]
 
 
+def turns(job: JobSpec, one: str = "vision", other: str = "speller") -> JobSpec:
+    """The job with two roles on one device in turn."""
+    lease = near(one, share="lease")
+    return replace(job, roles=tuple(replace(r, collocate=(lease,)) if r.name == other else r for r in job.roles))
+
+
+def written(source: RoleSpec, **fields: object) -> JobSpec:
+    """Weights from ``source`` to a role that loads them."""
+    reads = service("b", interface=Interface(kind="class", loads_weights=True))
+    return spec(source, reads, weights=(WeightsEdge(source=source.name, target=RoleName("b"), **fields),))
+
+
 def test_instances_units_and_data_flow_order():
     graph = expand(grpo())
     assert [str(one) for one in graph.instances][:3] == ["actor/0", "actor/1", "rollout/0"]
@@ -86,7 +98,11 @@ def test_blast_radius_names_what_restarts_re_forms_and_pauses():
     actor = blast_radius(job, graph, RoleName("actor"))
     assert [str(one) for one in actor.restarts] == ["actor/0", "actor/1"]
     assert [str(one) for one in actor.re_forms] == ["loop/0"]
-    assert actor.text.endswith("rollout, reward go on until groups holds 64")
+    assert actor.text.endswith("rollout, reward continue until groups holds 64")
+    whole = rl(name="w")
+    whole = replace(whole, roles=tuple(replace(role, fail=fail(restart="job")) for role in whole.roles))
+    everything = blast_radius(whole, graph := expand(whole), RoleName("reward"))
+    assert (everything.text, everything.restarts) == ("losing reward/0 restarts the whole job", graph.instances)
 
 
 def problems(job: JobSpec) -> dict[str, str]:
@@ -161,6 +177,20 @@ def test_a_sound_job_has_no_problems(job):
         (towers(send="Same"), "DISPATCH", "declare it with send=Shard(AXIS) and no padding"),
         (towers(more=Edge(source="speller.read", target="vision.encode", kind="grad")), "GRAD_CHAIN", "none leaves"),
         (spec(), "MISSING", "at least one"),
+        (spec(service("a", fail=fail(limit_n=-1))), "LIMIT", "such as 3/10m"),
+        (
+            spec(
+                service("a", 1, op("f")), service("b", 1, op("g")), edges=(Edge(source="a.f", target="b.g", micro=0),)
+            ),
+            "MICRO",
+            "at least 1",
+        ),
+        (towers(more=Edge(source="vision.encode", target="vision.encode", kind="grad")), "GRAD_SELF", "with itself"),
+        (turns(towers()), "TURNS", "both ends work at the same time, but vision and speller take turns"),
+        (turns(grpo(), "rollout", "reward"), "TURNS", "items come at any time, but reward takes turns with rollout"),
+        (written(service("a")), "NO_STATE", "a writes weights, but has neither @op.state nor a publishing operation"),
+        (written(service("a", state=True), via="nccl"), "VIA", "from a to b cannot go via nccl"),
+        (written(service("a", state=True), every=0), "EVERY", "at least 1 commit"),
     ],
 )
 def test_each_mistake_is_refused_with_its_role_and_next_step(job, code, words):

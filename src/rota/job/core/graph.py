@@ -223,10 +223,10 @@ def blast_radius(spec: JobSpec, graph: Graph, role: RoleName) -> LossScope:
     pauses = tuple(dict.fromkeys(member.role for member in scope if member not in lost))
     if len(scope) == 1 and len(graph.ranks[role]) == 1:
         pauses = (role,)
-    goes_on = [f"{stream.name} holds {stream.cap}" for stream in spec.streams if stream.source is None]
+    limits = [f"{stream.name} holds {stream.cap}" for stream in spec.streams if stream.source is None]
     rest = [name for name in graph.ranks if name not in {member.role for member in scope}]
     return LossScope(
-        text=_radius_text(lost[0], restarts, re_forms, pauses, rest, goes_on),
+        text=_radius_text(lost[0], restarts, re_forms, pauses, rest, limits),
         restarts=restarts,
         re_forms=re_forms,
         pauses=pauses,
@@ -246,8 +246,8 @@ def _radius_text(
         parts.append(f"re-forms {_named(re_forms)} from the last commit")
     parts.append(f"pauses {', '.join(pauses)}" if pauses else "pauses nothing")
     if rest and pauses:
-        goes = "goes" if len(rest) == 1 else "go"
-        parts.append(f"{', '.join(rest)} {goes} on" + (f" until {' or '.join(until)}" if until else ""))
+        verb = "continues" if len(rest) == 1 else "continue"
+        parts.append(f"{', '.join(rest)} {verb}" + (f" until {' or '.join(until)}" if until else ""))
     return f"losing {lost} " + "; ".join(parts)
 
 

@@ -198,6 +198,18 @@ def test_what_cannot_travel_is_a_named_error_and_a_forgotten_await_is_in_the_log
     run_job(engine, job(role("doubler", "basic:Doubler"), role("loop", "basic:sending")), body)
 
 
+def test_a_loop_calls_one_instance_and_takes_the_answers_as_they_come(engine: Any) -> None:
+    async def body(run: Run) -> None:
+        await succeed(run)
+        assert run.context().metrics == {
+            "pids": 3,
+            "order": [0.0, 0.25, 0.5],
+            "error": "doubler[7]: its instances are 0 to 2",
+        }
+
+    run_job(engine, job(role("doubler", "basic:Doubler", 3), role("loop", "basic:choosing")), body)
+
+
 def test_a_call_to_a_dead_role_ends_by_its_deadline_without_using_cpu(engine) -> None:
     async def body(run: Run) -> None:
         await run.until(lambda: run.context().state is JobState.RUNNING)

@@ -80,12 +80,15 @@ class Port:
 
     role: str
     op: str
+    rank: int | None = None
+    """The one instance that a call is for; None: all of the role."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.op}"
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return getattr(_flow(str(self)).roles[self.role], self.op)(*args, **kwargs)
+        role = _flow(str(self)).roles[self.role]
+        return getattr(role if self.rank is None else role[self.rank], self.op)(*args, **kwargs)
 
 
 class StreamName(str):
@@ -107,10 +110,17 @@ def _flow(what: str) -> Any:
 
 
 class Role:
-    """Handle of a declared role; an attribute is one of its operations, for edges and, in the loop, for calls."""
+    """Handle of a declared role; an attribute is one of its operations, for edges and, in the loop, for calls.
 
-    def __init__(self, spec: model.RoleSpec) -> None:
-        self.spec = spec
+    ``rollout[2].decode(x)`` calls one instance.
+    """
+
+    def __init__(self, spec: model.RoleSpec, rank: int | None = None) -> None:
+        self.spec, self._rank = spec, rank
+
+    def __getitem__(self, rank: int) -> Role:
+        """One instance of the role, for calls in the loop."""
+        return Role(self.spec, rank)
 
     @property
     def name(self) -> str:
@@ -124,7 +134,7 @@ class Role:
         if found is not None and found.op(op) is None:
             names = ", ".join(each.name for each in found.ops)
             raise AttributeError(f"{self.spec.name} has no operation {op!r}; it has {names}")
-        return Port(self.spec.name, op)
+        return Port(self.spec.name, op, self._rank)
 
 
 class Group:

@@ -41,6 +41,11 @@ class Doubler(rota.Workload):
     def holds(self, what: object) -> object:
         return {"what": what, "lock": threading.Lock()}
 
+    @rota.op
+    def nap(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
     @rota.op(retry="never")
     def lazily(self) -> object:
         return (number for number in range(3))
@@ -108,6 +113,20 @@ async def sending(f) -> None:
             found[name] = f"{error.code}: {error.message}"
     f.roles.doubler.once()
     await f.commit(found)
+
+
+async def choosing(f) -> None:
+    """Calls one instance after the other, then all at once, and takes the answers as they come."""
+    pids = [(await f.roles.doubler[rank].double(3))["pid"] for rank in range(3)]
+    waiting = {asyncio.ensure_future(f.roles.doubler[rank].nap(rank / 4)) for rank in (2, 1, 0)}
+    order = []
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        order += [one.result() for one in done]
+    try:
+        await f.roles.doubler[7].double(1)
+    except rota_errors().BadInput as error:
+        await f.commit({"pids": len(set(pids)), "order": order, "error": error.message})
 
 
 async def asking_the_dead(f) -> None:

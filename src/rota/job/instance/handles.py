@@ -142,11 +142,13 @@ class Forgotten:
 
 
 class RoleHandle:
-    """The instances of one role; every declared operation is an async method of it."""
+    """The instances of one role; every declared operation is an async method of it.
 
-    def __init__(self, flow: Flow, role: RoleSpec) -> None:
-        self._flow = flow
-        self._role = role
+    ``f.roles.rollout[2]`` is one of them: its operations run there alone, on the whole arguments.
+    """
+
+    def __init__(self, flow: Flow, role: RoleSpec, rank: int | None = None) -> None:
+        self._flow, self._role, self._rank = flow, role, rank
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         found = self._role.interface.op(name) if self._role.interface else None
@@ -154,11 +156,21 @@ class RoleHandle:
             names = [op.name for op in self._role.interface.ops] if self._role.interface else []
             raise absent(f"role {self._role.name!r} has no operation {name!r}", name, names)
         flow, called = self._flow, f"{self._role.name}.{name}"
+        if self._rank is not None:
+            one = rule_to_text(Rank(self._rank))
+            found, called = replace(found, send=one, recv=one), f"{self._role.name}[{self._rank}].{name}"
         if isinstance(found.recv_rule, StreamRule):
             return lambda *args, **kwargs: flow.forgotten.stream(
                 called, partial(flow.stream, self._role, found, args, kwargs)
             )
         return lambda *args, **kwargs: flow.forgotten.call(called, partial(flow.call, self._role, found, args, kwargs))
+
+    def __getitem__(self, rank: int) -> RoleHandle:
+        """The instance of this rank; a call of it raises BadInput while the role has none."""
+        if not 0 <= rank < self._role.replicas_max:
+            most = self._role.replicas_max - 1
+            raise BadInput(f"{self._role.name}[{rank}]: its instances are 0 to {most}", hint="count with len(role)")
+        return RoleHandle(self._flow, self._role, rank)
 
     def __len__(self) -> int:
         """How many instances are ready now."""

@@ -1,4 +1,4 @@
-"""The page of expectations names tests and files that exist, thirty of them, with three open ones at most."""
+"""The page of expectations names tests and files that exist, thirty of them; the review has its sum and its files."""
 
 from __future__ import annotations
 
@@ -25,4 +25,13 @@ def test_every_proof_on_the_page_of_expectations_exists() -> None:
         assert all((ROOT / name).exists() for name in files), number
     every = set(re.findall(r"`(test_\w+)`", text))
     assert every <= defined, every - defined
-    assert len(re.findall(r"\b\d+ (?:has|does)\b", text.partition("Open:")[2])) <= 3
+
+
+def test_the_review_adds_up_and_the_answers_to_its_questions_are_files() -> None:
+    text = (PAGE.parent / "review.md").read_text(encoding="utf-8")
+    points, questions = text.split("## Twenty questions")
+    scores = re.findall(r"^\| \**(\d+)\** \| [^|]+ \| ([012]) \|", points, re.MULTILINE)
+    assert [int(number) for number, _ in scores] == list(range(1, 41))
+    assert f"Sum of this table: **{sum(int(score) for _, score in scores)}**" in points
+    files = re.findall(r"^\| .+ \| `(.+)` \|$", questions, re.MULTILINE)
+    assert len(files) == 20 and all((ROOT / "src" / "rota" / name).is_file() for name in files)

@@ -239,10 +239,9 @@ class Intake:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
         self._check_right(spec, caller)
-        spec = self._as_tenant(spec, given)
         check_image(spec, given)
-        if caller is not None:  # without a service there are no other jobs
-            spec = self._with_dependencies(spec, given, caller)
+        if caller is not None:  # without a service there are no other jobs, and no queues with users
+            spec = self._with_dependencies(self._as_tenant(spec, given), given, caller)
         spec = await self._planned(spec, given)
         self._check_feasible(spec)
         return spec

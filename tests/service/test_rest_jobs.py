@@ -92,6 +92,11 @@ def test_every_mistake_of_a_job_file_is_told_with_its_place(tmp_path: Path) -> N
         places = {(one["line"], one["loc"]) for one in problem["errors"]}
         assert (4, "roles.main.rum") in places
         assert (5, "roles.main.replicas") in places
+        named = f"{BROKEN.rstrip()}\nqueue: defalt\n"
+        answer = await service.http.post("/api/v1/jobs", json={"source": named, "filename": "job.yaml"})
+        [one] = [one for one in answer.json()["errors"] if one["loc"] == "queue"]
+        assert (one["line"], one["code"]) == (named.count("\n"), "UNKNOWN_QUEUE")
+        assert (one["message"], one["hint"]) == ("there is no queue 'defalt'", "did you mean 'default'?")
 
     with_service(tmp_path, test)
 

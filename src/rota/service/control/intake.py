@@ -229,7 +229,10 @@ class Intake:
     async def _read(self, given: Submission) -> JobSpec:
         if given.spec is not None:
             return started_spec(_from_json(given.spec), ())
-        reading = asyncio.to_thread(read_job, given.source, filename=given.filename, sets=given.sets)
+        find_queue = self._loop.scheduler.find_queue
+        reading = asyncio.to_thread(
+            read_job, given.source, filename=given.filename, sets=given.sets, find_queue=find_queue
+        )
         try:
             return await asyncio.wait_for(reading, PARSE_TIMEOUT_S)
         except TimeoutError:

@@ -6,7 +6,7 @@ YAML 1.2 or JSON, strict. The steps are those of ``read_job``; nothing here read
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from rota.spec import check as rules
 from rota.spec.check import Path
 from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
 
 _TOP = {"jobName": "name", "image": "image", "dataDir": "data", "outputDir": "output"}
 _ROLE = {"taskNumber": "replicas", "command": "run", "name": ""}
@@ -33,13 +34,22 @@ SETS_MAX = 200
 _INDEX = re.compile(r"^(.*)\[(\d{1,6})\]$")
 
 
-def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> JobSpec:
+def read_job(
+    text: str | bytes,
+    *,
+    filename: str,
+    sets: Sequence[str] = (),
+    find_queue: Callable[[str], str | None] | None = None,
+) -> JobSpec:
     """The job that ``text`` describes, with ``sets`` (``path=value``) applied over it.
 
-    Raises JobFileError with every problem, in the order of the file; problems of ``sets`` come last.
+    Raises JobFileError with every problem, in the order of the file; problems of ``sets`` come last. What ``find_queue``
+    has against the queue is one of them where there are others; alone it is left to the caller.
     """
     reader = _Reader(text, filename, sets)
     reader.check()
+    if find_queue is not None and reader.errors.problems:
+        reader.check_queue(find_queue)
     reader.errors.raise_if_any()
     return reader.spec
 
@@ -106,6 +116,13 @@ class _Reader:
         for finding in rules.check(self.spec):
             if finding.code == "BAD_NAME" or not _rests_on(finding.path) & spoiled:
                 self.place(finding)
+
+    def check_queue(self, find_queue: Callable[[str], str | None]) -> None:
+        """The queue that the text names, unless it could not be read."""
+        named = isinstance(self._root, MappingNode) and "queue" in self._root and ("queue",) not in self.errors.paths
+        if named and (problem := find_queue(self.spec.queue)) is not None:
+            message, _, hint = problem.partition("; ")
+            self.place(rules.Finding(path=("queue",), message=message, hint=hint, code=str(Reason.UNKNOWN_QUEUE)))
 
     def place(self, found: rules.Finding) -> None:
         """One more problem, at the field that it speaks of."""

@@ -1,4 +1,4 @@
-"""The tutorials, typed word by word into a shell; what a page asks a person to wait for or look up is filled in."""
+"""The pages of docs/, typed word by word into a shell; what a page asks a person to wait for is filled in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from tests.real.jobs import deep
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700), deep]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
+TESTS = Path(__file__).resolve().parents[1]
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 LIMIT_S = 600
 FILES = re.compile(r"as\s+`([\w.-]+)`[^`]*?:\n\n```(?:yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WAITING = """
 until_said() { for _ in $(seq 600); do "${@:2}" 2>/dev/null | grep -q -- "$1" && return; sleep 0.2; done; false; }
 pid_of() { rota show "$1" --json | python -c "import json, sys; print(json.load(sys.stdin)['instances'][0]['pid'])"; }
@@ -47,6 +48,73 @@ def typed(page: str, folder: Path, home: Path, *fills: tuple[str, str]) -> str:
     return done.stdout
 
 
+Fills = tuple[tuple[str, str], ...]
+PRETEND = "rota up --pretend"
+SHORT: dict[str, tuple[Fills, tuple[str, ...]]] = {
+    "compare-schedulers": (
+        (
+            (
+                "rota sim run --log ~/.local/state/rota/rota.db",
+                f"{PRETEND} 1x2x4\nrota run -d --gpus 2 -- true\nrota sim run --log $ROTA_HOME/rota.db",
+            ),
+        ),
+        ("LATER GUARANTEED", "bestfit", "1 of 1 decision the same"),
+    ),
+    "elastic-jobs": (
+        (("rota nodes drain r0n1 --notice 10m", f"{PRETEND} 1x2x4\nrota nodes drain r0n1 --notice 10m"),),
+        ("drained",),
+    ),
+    "operate": (
+        (("rota backup", f"{PRETEND} 1x1x1\nrota backup"), ("ROTA_HOME=/srv/rota", "ROTA_HOME=$PWD/restored")),
+        ("rota.tar.gz", "restored"),
+    ),
+    "users-and-secrets": (
+        (
+            ("rota queues apply", f"{PRETEND} 2x2x8\nrota queues apply"),
+            ("rota secret set", "echo not-to-be-read > key.txt\nrota secret set"),
+        ),
+        ("research", "ann", "API_KEY"),
+    ),
+}
+"""How-to pages that start no process of a job: what is filled in, and words that must be printed."""
+LONG: dict[str, tuple[Fills, tuple[str, ...]]] = {
+    "jobs-after-jobs": (
+        (("rota explain clean-1\n", "rota explain clean-1\nuntil_said SUCCEEDED rota show clean-1\nrota ps -a\n"),),
+        ("DEPENDENCY", "train-1", "SUCCEEDED"),
+    ),
+    "sweeps": ((), ("lr", "best", "halved", "closer-1")),
+}
+"""Those that run jobs."""
+
+
+def type_how_to(page: str, folder: Path, home: Path, fills: Fills, words: tuple[str, ...]) -> None:
+    out = typed(f"../how-to/{page}.md", folder, home, *fills)
+    assert [word for word in words if word not in out] == [], out
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_a_how_to_page_is_typed_as_it_is(page: str, engine_home: Path, tmp_path: Path) -> None:
+    type_how_to(page, tmp_path, engine_home, *SHORT[page])
+
+
+@deep
+@pytest.mark.parametrize("page", LONG)
+def test_a_how_to_page_with_jobs_is_typed_as_it_is(page: str, engine_home: Path, tmp_path: Path) -> None:
+    type_how_to(page, tmp_path, engine_home, *LONG[page])
+
+
+def test_every_page_with_commands_is_typed_by_a_test_or_says_why_not() -> None:
+    told = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
+    left = [
+        path.name
+        for path in (*PAGES.glob("*.md"), *(PAGES.parent / "how-to").glob("*.md"))
+        if SHELL.search(text := path.read_text(encoding="utf-8"))
+        and not ({path.stem} & {*SHORT, *LONG} or path.name in told or "Its commands are not typed by a test:" in text)
+    ]
+    assert left == []
+
+
+@deep
 def test_the_first_job(engine_home: Path, tmp_path: Path) -> None:
     # elsewhere than on a terminal 'run' returns at once
     fill = ("rota run hello.yaml\n", "rota run hello.yaml\nuntil_said SUCCEEDED rota ps -a\n")
@@ -55,12 +123,14 @@ def test_the_first_job(engine_home: Path, tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("down: service")
 
 
+@deep
 def test_submit_from_python(engine_home: Path, tmp_path: Path) -> None:
     out = typed("../how-to/submit-from-python.md", tmp_path, engine_home)
     assert "SUCCEEDED" in out and "'total': 285}" in out and "\n285\n" in out and "squares/1 square [" in out, out
     assert "squares-1" in out.splitlines()[-1]
 
 
+@deep
 def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
     runs = "rota run train.yaml -d\n"
     out = typed(
@@ -79,6 +149,7 @@ def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
     assert "estimate  none (" in out and "estimate  p50 " in out
 
 
+@deep
 def test_the_first_failure(engine_home: Path, tmp_path: Path) -> None:
     healed = "until_said worker/0 rota failures counting-1\nuntil_said RUNNING rota show counting-1\n"
     out = typed(

@@ -43,8 +43,8 @@ def read_job(
 ) -> JobSpec:
     """The job that ``text`` describes, with ``sets`` (``path=value``) applied over it.
 
-    Raises JobFileError with every problem, in the order of the file; problems of ``sets`` come last. What ``find_queue``
-    has against the queue is one of them where there are others; alone it is left to the caller.
+    Raises JobFileError with every problem, in the order of the file; problems of ``sets`` come last. What
+    ``find_queue`` has against the queue is one of them where there are others; alone it is left to the caller.
     """
     reader = _Reader(text, filename, sets)
     reader.check()

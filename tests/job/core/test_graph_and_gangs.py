@@ -202,6 +202,8 @@ def test_members_tied_to_one_instance_cannot_be_apart_and_both_lines_are_named()
     text = problems(job)["CONTRADICTION"]
     assert "roles.ref.apart[0]" in text
     assert "roles.ref.collocate[0]" in text
+    many = spec(service("hub"), service("ref", 4, collocate=(near("hub"),), apart=(near("self", "node"),)))
+    assert len(check_graph(many)) == 1, "one problem a pair of lines, however many instances"
 
 
 def test_a_contradiction_over_a_third_role_names_the_whole_chain():

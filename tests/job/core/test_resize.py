@@ -10,7 +10,7 @@ from tests.makers import at, command, fail, loop, mesh, replay, service, spec, s
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import initial
-from rota.job.core.resize import sized, world_of
+from rota.job.core.resize import saved_by_script, sized, world_of
 from rota.service.views.job_history import JobHistory, begin_history
 from rota.service.views.reasons import failure_list
 from rota.service.webhooks import notice_of
@@ -27,7 +27,7 @@ from rota.spec.events import (
     ScaleAsked,
     TimerFired,
 )
-from rota.spec.ids import Epoch, RoleName
+from rota.spec.ids import Epoch, JobId, RoleName
 from rota.spec.job import Near, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import GangState, InstanceState, JobState, Level
@@ -112,6 +112,11 @@ def test_degrade_goes_on_with_fewer_while_the_lost_one_comes_up_in_the_backgroun
     assert driven.ctx.state is JobState.RECOVERING, "fewer than the contract allows"
     driven.settle()
     assert (active(driven, "w"), driven.ctx.state) == ([0, 1, 2], JobState.RUNNING)
+
+
+def test_a_checkpoint_of_a_script_keeps_what_is_known_of_those_of_commits():
+    ctx = replace(initial(JobId("j")), checkpoint_n=7, checkpoint_path="c/7", checkpoint_cursor={"s": 3})
+    assert saved_by_script(ctx) == CheckpointSaved(n=7, path="c/7", cursor={"s": 3})
 
 
 def test_over_its_limit_a_degraded_role_is_asked_for_elsewhere_and_taken_in_when_granted(driven):
@@ -394,6 +399,20 @@ def test_scale_up_asks_for_more_and_scale_down_gives_them_back(driven):
     assert not [key for key in driven.alive if key[:2] == ("w", 2)]
     assert replayed(driven) == driven.ctx
     assert JobContext.from_json(driven.ctx.to_json()) == driven.ctx
+
+
+def test_a_role_with_a_spare_that_is_scaled_down_keeps_the_number_of_its_spares(driven):
+    driven.free = ["h1"]
+    driven.run(spec(service("w", 2, fail=fail(standby=1)), loop()))
+    driven.feed(ScaleAsked(role=RoleName("w"), n=3))
+    driven.settle()
+    assert active(driven, "w") == [0, 1, 2] and driven.ctx.instances[at("w/3")].spare
+    before = driven.ctx.instances[at("w/2")]
+    driven.feed(ScaleAsked(role=RoleName("w"), n=2))
+    driven.settle()
+    assert active(driven, "w") == [0, 1]
+    assert driven.ctx.instances[at("w/2")] == replace(before, spare=True), "its process stays"
+    assert driven.ctx.instances[at("w/3")].retired
 
 
 def test_an_ask_that_nobody_needs_any_more_is_taken_back(driven):

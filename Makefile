@@ -66,10 +66,10 @@ test: TYPES = src/rota
 test: check real ## every check there is
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "(real or slow) and not gpu"
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "(real or slow) and not gpu"
 
 deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
-	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --timeout 1800 -m "(real or slow) and not gpu"
+	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 -m "(real or slow) and not gpu"
 
 machines: $(VENV)/.setup-dev ## jobs over several machines, made of network namespaces on this one; needs root
 	ROTA_MACHINES=1 $(BIN)/pytest -q tests/machines

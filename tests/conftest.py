@@ -50,6 +50,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.real)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of processes that take a file each, none is left alone with a long one at the end: those of long limits begin."""
+    if not hasattr(config, "workerinput"):
+        return
+    limits: dict[Path, float] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0.0), float(limit.args[0]) if limit else 0.0)
+    items.sort(key=lambda item: -limits[item.path])
+
+
 def pytest_collection_finish() -> None:
     """Full passes of the garbage collector leave out what was imported, and are few: they took a sixth of the time."""
     gc.collect()

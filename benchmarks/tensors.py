@@ -109,6 +109,7 @@ def bench_get(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
     plane.publish_group("group", {str(i): torch.zeros(256) for i in range(300)}, step=1)
     names = [f"many/{index}" for index in range(300)]
     source, refs = torch.zeros(256), list[Any]()
+    plain = source.numpy()  # what Ray shares without a copy; a torch tensor it pickles
     held = plane.get_many(names), plane.get_group("group"), plane.get("one")
 
     def cold() -> float:
@@ -125,7 +126,7 @@ def bench_get(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
         return time.perf_counter() - began
 
     def first_of_ray() -> float:
-        refs[:] = [ray.put(source)]
+        refs[:] = [ray.put(plain)]
         began = time.perf_counter()
         ray.get(refs[0])
         return time.perf_counter() - began
@@ -135,7 +136,7 @@ def bench_get(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
         return each_of(lambda: plane.get("new"), 1, time.thread_time)()
 
     def cpu_first_of_ray() -> float:
-        refs[:] = [ray.put(source)]
+        refs[:] = [ray.put(plain)]
         return each_of(lambda: ray.get(refs[0]), 1, time.thread_time)()
 
     measures: dict[str, Callable[[], float]] = {
@@ -149,12 +150,12 @@ def bench_get(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
         "get_group of 300 again, CPU": each_of(lambda: plane.get_group("group"), 10_000, time.thread_time),
     }
     if ray is not None:
-        ref = ray.put(torch.zeros(256))
+        ref = ray.put(plain)
         ray.get(ref)
         measures["ray.get again"] = each_of(lambda: ray.get(ref), 200)
         measures["ray.get of a new object"] = lambda: statistics.median(first_of_ray() for _ in range(50))
         measures["ray.get of a new object, CPU"] = lambda: statistics.median(cpu_first_of_ray() for _ in range(50))
-        measures["ray.put"] = each_of(lambda: ray.put(torch.zeros(256)), 100)
+        measures["ray.put"] = each_of(lambda: ray.put(plain), 100)
     timed = Rounds(rounds)
     timed.run(measures)
     del held
@@ -214,7 +215,7 @@ def bench_put(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
 
         def ray_put() -> float:
             began = time.perf_counter()
-            ref = ray.put(source)
+            ref = ray.put(flat)  # an array: a torch tensor Ray pickles
             took = time.perf_counter() - began
             del ref
             gc.collect()

@@ -7,7 +7,7 @@ import os
 import resource
 import stat
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, TypedDict
@@ -195,37 +195,39 @@ def tensor_list(space: Space, prefix: str = "") -> TensorList:
 
 def tensor(space: Space, row: Row) -> TensorDocument:
     """The document of ``rota tensors stat``: the row, its versions, their holders, its latest events."""
-    dump, now_s, direct = space.registry.dump(), space.clock.wall_s(), noted_in(space.clients)
+    now_s, direct = space.clock.wall_s(), noted_in(space.clients)
     versions: list[VersionRow] = [
         {
-            "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]),
-            "leases": int(v["refs"]) + direct[int(key[2:])], "state": STATES[v["st"]], "bytes": int(v["len"]),
+            "version": version, "step": int(v["s"]), "epoch": int(v["e"]),
+            "leases": int(v["refs"]) + direct[version], "state": STATES[v["st"]], "bytes": int(v["len"]),
             "segment": v["seg"], "offset": int(v["off"]), "part": int(v["part"]), "world": int(v["world"]),
             "tier": _tier(space.segments.path(v["seg"]), json.loads(v["desc"] or "{}").get("device", "")),
-            "holders": holders(space, dump, key[2:], now_s),
+            "holders": holders(space, who, version, now_s),
         }
-        for key, v in dump.items()
-        if key.startswith("v:") and v["name"] == row.name
+        for version, v, who in space.registry.versions(row.name)
     ]  # fmt: skip
     return {**row_document(row, now_s), "versions": sorted(versions, key=lambda each: each["version"])}
 
 
 def locate(space: Space, name: str) -> list[Location]:
     """Where the parts of a name's current version lie, in order of the parts. Raises NotFound, VersionGone."""
-    dump = space.registry.dump()
-    head = dump.get(f"n:{name}", {}).get("v", "0")
-    if head == "0":
+    row = space.find_row(name)
+    versions = {version: fields for version, fields, _ in space.registry.versions(name)}
+    if row is None or not row.version:
         raise space.not_found(name)
+    if row.version not in versions:
+        text = f"{name}: version {row.version} was replaced meanwhile"
+        raise errors.VersionGone(text, name=name, wanted=row.version, newest=None)
     found: list[Location] = []
-    for v in [head, *dump[f"v:{head}"].get("parts", "").split()]:
-        fields = dump[f"v:{v}"]
+    for v in [row.version, *map(int, versions[row.version].get("parts", "").split())]:
+        fields = versions[v]
         header = _header(space, fields)
-        if header is None or header.version != int(v):
+        if header is None or header.version != v:
             raise errors.VersionGone(f"{name}: version {v} was replaced meanwhile", name=name, wanted=v, newest=None)
         path, device = space.segments.path(fields["seg"]), json.loads(fields["desc"] or "{}").get("device", "")
         found.append(
             Location(
-                version=int(v), part=header.part, tier=_tier(path, device), path=path.resolve(), device=device,
+                version=v, part=header.part, tier=_tier(path, device), path=path.resolve(), device=device,
                 offset=int(fields["off"]) + header.offset, bytes=header.bytes,
                 mapped=space.segments.is_open(fields["seg"]),
             )
@@ -503,12 +505,12 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
 
 
-def holders(space: Space, dump: dict[str, Dump], version: str, now_s: float) -> list[HolderRow]:
-    """Who leases a version, in order of the clients."""
+def holders(space: Space, leasing: Set[str], version: int, now_s: float) -> list[HolderRow]:
+    """Who leases a version: those that the registry knows, and those whose file notes it, in order of the clients."""
     out: list[HolderRow] = []
-    for client in sorted(dump.get("clients", ())):
+    for client in sorted(leasing | set(clients_in(space.clients))):
         facts, noted = read_file(space.clients, client)
-        if version in dump.get(f"c:{client}:l", {}) or int(version) in noted:
+        if client in leasing or version in noted:
             age_s = round(now_s - facts["joined_s"], 3) if facts.get("joined_s") else None
             out.append({"client": client, "pid": facts.get("pid"), "label": facts.get("label", ""), "age_s": age_s})
     return out

@@ -325,6 +325,11 @@ class Registry:
         """Everything the namespace holds, by key."""
         return {_text(key): _shaped(_text(kind), row) for key, kind, row in self.machine.run("dump")}
 
+    def versions(self, name: str) -> list[tuple[int, dict[str, str], set[str]]]:
+        """Every version of a name: id, fields, clients that lease it here."""
+        rows = self.machine.run("versions", name)
+        return [(int(v), _shaped("hash", fields), _shaped("set", who)) for v, fields, who in rows]
+
     def members(self, key: str) -> set[str]:
         """The members of a set: ``clients``, ``segs``, ``trash``, ``limbo``."""
         return {_text(member) for member in self.machine.run("members", key)}

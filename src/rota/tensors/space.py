@@ -81,7 +81,11 @@ class Space:
             except RegistryUnavailable:
                 if attempt == _RETRIES_MAX - 1:
                     raise
-            self.rejoin()
+            try:
+                self.rejoin()
+            except RegistryUnavailable:  # killed again while it was joined, or not there yet
+                if attempt == _RETRIES_MAX - 1:
+                    raise
             if attempt:
                 blocking_sleep(_RETRY_S * attempt)
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,34 @@ def test_ls_and_stat_show_shape_age_and_the_process_that_holds_an_old_version(pl
     json.dumps([items, stat, plane.top(), plane.stats(), plane.doctor(), plane.fsck()])
     with pytest.raises(errors.NotFound):
         plane.stat_document("none")
+
+
+def test_locate_and_stat_of_a_name_look_at_that_name_alone(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(20):
+        plane.put(f"other/{n}", np.zeros(8))
+    plane.publish_group("g", {"a": np.zeros(8)}, step=1, part=(0, 2))
+    plane.publish_group("g", {"b": np.ones(8)}, step=1, part=(1, 2))
+    plane.put("w", np.zeros(8))
+    old = plane.get("w", as_="numpy")
+    plane.put("w", np.ones(8))
+    asked = list[str]()
+    real = plane._session.machine.run
+
+    def run(name: str, *args: Any) -> Any:
+        asked.append(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(plane._session.machine, "run", run)
+    assert [(each.part, each.tier) for each in plane.locate("g")] == [(0, "memory"), (1, "memory")]
+    shown = plane.stat_document("w")["versions"]
+    assert "dump" not in asked
+    assert {each["state"]: (each["leases"], len(each["holders"])) for each in shown} == {
+        "doomed": (1, 1),
+        "ready": (0, 0),
+    }
+    with pytest.raises(errors.NotFound):
+        plane.locate("none")
+    del old
 
 
 def test_fsck_finds_and_repair_mends_a_wrong_count_and_a_lost_block(plane: Plane) -> None:

@@ -334,6 +334,27 @@ def test_damaged_headers_are_reported_and_never_shown(plane: Plane, cases: Cases
             assert plane.get(name, as_="numpy")[-1] == 10 ** (2 + size % 4) - 1
 
 
+def test_a_registry_that_is_killed_again_while_it_is_joined_is_waited_for(
+    own_home: Path, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_housekeeping(plane)
+    plane.put("w", np.ones(4))
+    find_epoch, kills = plane._session.machine.find_epoch, [1, 1]
+
+    def find_and_lose() -> tuple[int, str]:
+        found = find_epoch()
+        if kills:
+            kills.pop()
+            kill_server(own_home)
+            raise RegistryUnavailable("killed again")
+        return found
+
+    monkeypatch.setattr(plane._session.machine, "find_epoch", find_and_lose)
+    kill_server(own_home)
+    assert plane.put("w", np.full(4, 2.0)).step == 1
+    assert plane.get("w", as_="numpy")[0] == 2
+
+
 def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
     plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

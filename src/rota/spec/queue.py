@@ -8,21 +8,38 @@ from typing import Literal
 from rota.spec.resources import Res
 
 DEFAULT_QUEUE = "default"
+OwnedLevel = Literal["device", "node", "rack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedCells:
+    """So many cells of a level (``rack``, ``node``, ``device``), of one type of device or of any."""
+
+    level: OwnedLevel
+    count: int
+    gpu_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
     """One queue. ``path`` is slash separated (``research/rl``); only leaves hold jobs.
 
+    Under the profile ``hived`` a leaf owns ``cells`` in place of those made of its guarantee, and beside them the nodes
+    and racks with the names in ``pinned``, on which only jobs run that name one (label ``rota.cell``).
     ``guaranteed`` and the limits are None for "nothing promised" and "no limit"; ``user_limit`` is the most that the
-    jobs of one user hold in it and below. ``weight`` divides what is left over, and where a policy has tiers, those of
-    higher ``priority`` get of it first.
+    jobs of one user hold in it and below. Under the profile ``yarn`` a user of a leaf has at most the larger of an
+    equal part of it and ``min_user_percent`` of it, and at most ``user_limit_factor`` times its guarantee. ``weight``
+    divides what is left over, and where a policy has tiers, those of higher ``priority`` get of it first.
     """
 
     path: str
     guaranteed: Res | None = None
+    cells: tuple[OwnedCells, ...] = ()
+    pinned: tuple[str, ...] = ()
     limit: Res | None = None
     user_limit: Res | None = None
+    min_user_percent: float | None = None
+    user_limit_factor: float | None = None
     weight: float = 1.0
     priority: int = 100
     preemptible: bool = True

@@ -625,6 +625,13 @@ export interface OutlookJob {
   preemptions: Record<string, number>;
 }
 
+/** Cells that a queue owns, of a level. */
+export interface OwnedCells {
+  level: string;
+  count: number;
+  gpu_type: string | null;
+}
+
 /** A mistake in a job file or request, and where it is; `line` and `col` count from 1. */
 export interface Place {
   loc: string;
@@ -739,8 +746,12 @@ export interface ProgressReport {
 export interface QueueRow {
   path: string;
   guaranteed: Resources | null;
+  cells: OwnedCells[];
+  pinned: string[];
   limit: Resources | null;
   user_limit: Resources | null;
+  min_user_percent: number | null;
+  user_limit_factor: number | null;
   weight: number;
   priority: number;
   preemptible: boolean;

@@ -187,7 +187,10 @@ class QueueTable:
         self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
         self.user_limit: Vector = np.array([self._vector(q.user_limit, int(UNLIMITED)) for q in self.rows], np.int64)
         self.limited: list[bool] = [bool(row.any()) for row in self.limit < UNLIMITED]
-        self.user_limited: list[bool] = [bool(row.any()) for row in self.user_limit < UNLIMITED]
+        self.by_user = [q.min_user_percent is not None or q.user_limit_factor is not None for q in self.rows]
+        self.user_limited: list[bool] = [
+            bool(row.any()) or divided for row, divided in zip(self.user_limit < UNLIMITED, self.by_user)
+        ]
         self.unlimited = not any(self.limited) and not any(self.user_limited)
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
         self.below = [[i for i, q in enumerate(self.rows) if q.parent == r.path] for r in self.rows]
@@ -211,6 +214,10 @@ class QueueTable:
     def gives_back(self, path: str) -> bool:
         """Whether jobs of a queue may be stopped for those of another: it and all above it are preemptible."""
         return all(self.rows[row].preemptible for row in self.line_of(path))
+
+    def divided_by_user(self, path: str) -> bool:
+        """Whether a queue says how much of it each of its users may have."""
+        return path in self.row and self.by_user[self.row[path]]
 
     def _vector(self, res: Res | None, empty: int) -> list[int]:
         values = [empty] * len(self.dims)

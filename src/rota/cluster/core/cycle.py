@@ -510,6 +510,7 @@ class _Pass:
     def _claim(self, row: LiveJob, stopping: list[JobId], held: Allocations) -> Wait:
         """Keep others off what the job will use once these jobs have let go."""
         self.state.charge(self.txn, row, 1)
+        self.txn.put(self.state.claimed, row.ask.id, None)
         if not row.ask.opportunistic:
             self.state.rank(self.txn, row.ask.queue, entry_of(row))
         for book in self.state.books:

@@ -177,6 +177,10 @@ class JobAsk:
     """Nodes that it must not be on."""
     data: tuple[str, ...] = ()
     """Data sets that it reads: nodes that lately ran a job with one of them are preferred."""
+    pinned: str = ""
+    """The pinned cell of its queue in which it runs, where a policy has cells."""
+    lazy: bool = False
+    """When its queue needs its cells for another job it runs on, as opportunistic work, until its devices are taken."""
     failover: bool = False
     """In place of devices that a running job lost: it may have the nodes that are held back as spares."""
     part_of: JobId | None = None
@@ -257,6 +261,10 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
 
 DATA_LABEL = "rota.data"
 """Job label: the data sets that the job reads, with commas between them."""
+CELL_LABEL = "rota.cell"
+"""Job label: the pinned cell of its queue in which the job runs."""
+LAZY_LABEL = "rota.lazy"
+"""Job label: ``true`` where the job gives its cells up for its queue without a stop, and runs on as opportunistic."""
 
 
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
@@ -272,6 +280,8 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
         est_s=spec.time_limit_s,
         grace_s=spec.grace_s,
         preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
+        pinned=labels.get(CELL_LABEL, ""),
+        lazy=labels.get(LAZY_LABEL) == "true",
         data=tuple(name for part in labels.get(DATA_LABEL, "").split(",") if (name := part.strip())),
     )
 
@@ -360,6 +370,7 @@ class LineKey(NamedTuple):
     shape: Shape
     avoid: tuple[NodeId, ...] = ()
     failover: bool = False
+    pinned: str = ""
     part_of: JobId | None = None
     """The job of a part that it can do without: such parts wait for what they wait for, not for other jobs."""
 
@@ -376,6 +387,7 @@ def line_key(row: LiveJob) -> LineKey:
         ask.shape,
         ask.avoid,
         ask.failover,
+        ask.pinned,
         ask.part_of if ask.spare else None,
     )
 

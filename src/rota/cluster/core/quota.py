@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,9 +22,13 @@ Amounts = Mapping[str, Fraction]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedShare:
-    """How much a queue borrows: thousandths of what the cohort can lend of its dominant resource, over its weight."""
+    """How much a queue borrows: part of what the cohort can lend of its dominant resource, over its weight.
+
+    ``share`` is exact, infinite for a queue of no weight; ``share_permille`` is for people, rounded up.
+    """
 
     resource: str | None
+    share: Fraction | float
     share_permille: int
     borrowing: bool
 
@@ -31,18 +36,20 @@ class BorrowedShare:
 def borrowing_share(
     nominal: Amounts, lendable: Amounts, used: Amounts, weight: Fraction = Fraction(1)
 ) -> BorrowedShare:
-    """``max_r max(0, used - nominal) * 1000 / lendable_r / weight``, rounded up: borrowing never looks like none.
+    """``max_r max(0, used - nominal) / lendable_r / weight``; in thousandths rounded up, so that it is never none.
 
     Resources of which nothing can be lent do not count; ties go to the first name. Source: Kueue, fair sharing.
     """
     zero = Fraction(0)
     over = {r: used[r] - nominal.get(r, zero) for r in sorted(used) if used[r] > nominal.get(r, zero)}
-    parts = {r: amount * 1000 / lendable[r] for r, amount in over.items() if lendable.get(r, 0) > 0}
+    parts = {r: amount / lendable[r] for r, amount in over.items() if lendable.get(r, 0) > 0}
     if not parts:
-        return BorrowedShare(resource=None, share_permille=0, borrowing=bool(over))
+        return BorrowedShare(resource=None, share=zero, share_permille=0, borrowing=bool(over))
     resource = max(parts, key=lambda r: parts[r])
-    share = math.ceil(parts[resource] / weight) if weight > 0 else 2**63 - 1
-    return BorrowedShare(resource=resource, share_permille=share, borrowing=True)
+    if not weight > 0:
+        return BorrowedShare(resource=resource, share=math.inf, share_permille=2**63 - 1, borrowing=True)
+    share = parts[resource] / weight
+    return BorrowedShare(resource=resource, share=share, share_permille=math.ceil(1000 * share), borrowing=True)
 
 
 # -- fair share by guarantee, priority, weight (KAI) --
@@ -127,7 +134,10 @@ def _remainders(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueDemand:
-    """One queue of a tree in one resource. ``reserved`` counts as used by its owner but asks for nothing."""
+    """One queue of a tree in one resource. ``reserved`` is the part of ``used`` that is kept for what is pending.
+
+    Of queues that are served alike those of higher ``priority`` get more first.
+    """
 
     name: str
     parent: str | None
@@ -137,6 +147,7 @@ class QueueDemand:
     pending: Fraction
     reserved: Fraction = Fraction(0)
     preemptible: bool = True
+    priority: int = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +169,7 @@ class _Node:
     queue: QueueDemand
     used: Fraction
     pending: Fraction
+    """What is asked beside what is used: what is reserved is in both, and counts once."""
     children: list[_Node] = field(default_factory=list["_Node"])
     preemptible: bool = True
     untouchable: Fraction = Fraction(0)
@@ -171,9 +183,10 @@ def reclaim(queues: Sequence[QueueDemand], rules: ReclaimRules) -> dict[str, Fra
 
     Per level, every queue starts at what it uses of its guarantee, plus untouchable excess. The remainder
     goes to the most under-served first, in proportion to guarantees among those that still want, up to the limit and
-    to what is used and pending, and never beyond ``max(guaranteed, used)``. So two queues that are both above their
-    guarantee are never balanced, and a parent below its guarantee loses nothing to outsiders. Source: the
-    capacity scheduler of Hadoop YARN, proportional preemption.
+    to what is used and pending; leaves get nothing beyond ``max(guaranteed, used)``, while a queue above them may, so
+    that a child below its guarantee is served from beside its parent. So two leaves that are both above their guarantee
+    are never balanced, and a parent below its guarantee loses nothing to outsiders. Source: the capacity scheduler of
+    Hadoop YARN, proportional preemption.
     """
     root = _tree(queues)
     root.ideal = min(root.queue.guaranteed, root.queue.limit)
@@ -189,7 +202,7 @@ def reclaim(queues: Sequence[QueueDemand], rules: ReclaimRules) -> dict[str, Fra
 
 
 def _tree(queues: Sequence[QueueDemand]) -> _Node:
-    nodes = {q.name: _Node(q, q.used + q.reserved, q.pending) for q in queues}
+    nodes = {q.name: _Node(q, q.used, q.pending - min(q.reserved, q.pending)) for q in queues}
     root = next(node for node in nodes.values() if node.queue.parent is None)
     for node in nodes.values():
         if node.queue.parent is not None:
@@ -235,9 +248,9 @@ def _share_out(level: Sequence[_Node], left: Fraction, *, by_guarantee: bool) ->
     while wanting and left > 0:
         weights = {id(n): n.queue.guaranteed if by_guarantee else Fraction(1) for n in wanting}
         total = sum(weights.values(), Fraction(0))
-        lowest = min(_served(node) for node in wanting)
+        first = min((_served(node), -node.queue.priority) for node in wanting)
         offer = left
-        for node in [node for node in wanting if _served(node) == lowest]:
+        for node in [node for node in wanting if (_served(node), -node.queue.priority) == first]:
             taken = min(offer * weights[id(node)] / total, _room(node))
             left -= taken
             node.ideal += taken
@@ -254,8 +267,10 @@ def _served(node: _Node) -> Fraction:
 
 
 def _room(node: _Node) -> Fraction:
-    most = max(node.queue.guaranteed, node.used)
-    return max(Fraction(0), min(node.queue.limit, node.used + node.pending, most) - node.ideal)
+    most = min(node.queue.limit, node.used + node.pending)
+    if not node.children:
+        most = min(most, max(node.queue.guaranteed, node.used))
+    return max(Fraction(0), most - node.ideal)
 
 
 def _leaves(node: _Node) -> Iterable[_Node]:
@@ -298,7 +313,33 @@ def broken_rules(queues: Sequence[Queue], nodes: Iterable[Node]) -> list[BrokenR
         if queue.parent is not None and queue.parent not in paths:
             rest = {"message": f"{queue.path!r} has no parent {queue.parent!r}", "hint": "list the parent too"}
             found.append(BrokenRule(index=index, field="path", **rest))
-    return found + list(_promised_too_much(queues, there))
+    return found + list(_promised_too_much(queues, there)) + list(_cells_wrong(queues, there))
+
+
+def _cells_wrong(queues: Sequence[Queue], nodes: Sequence[Node]) -> Iterator[BrokenRule]:
+    """Pinned cells that are not there, or twice; more cells of a level than there are; cells of no leaf."""
+    racks = {node.cells[-1] for node in nodes if node.cells}
+    have = {"rack": len(racks), "node": len(nodes), "device": sum(len(node.devices) for node in nodes)}
+    names = {node.id for node in nodes} | {name for node in nodes for name in node.cells}
+    parents, owner, owned = {queue.parent for queue in queues}, dict[str, str](), Counter[str]()
+    for index, queue in enumerate(queues):
+        if (queue.cells or queue.pinned) and queue.path in parents:
+            name = "cells" if queue.cells else "pinned"
+            hint = "give them to the queues below it"
+            yield BrokenRule(index=index, field=name, message=f"{queue.path!r} has queues below it", hint=hint)
+        for name in queue.pinned:
+            if nodes and name not in names:
+                text = f"there is no node or rack {name!r}"
+                hint = nearest(name, sorted(names), "nodes and racks")
+                yield BrokenRule(index=index, field="pinned", message=text, hint=hint)
+            elif (other := owner.setdefault(name, queue.path)) != queue.path:
+                yield BrokenRule(index=index, field="pinned", message=f"{name!r} is pinned for {other!r} already")
+        for one in queue.cells if nodes else ():
+            owned[one.level] += one.count
+            if owned[one.level] > have[one.level]:
+                text = f"with {queue.path!r} {owned[one.level]} cells of level {one.level} are owned"
+                text += f", there are {have[one.level]}"
+                yield BrokenRule(index=index, field="cells", message=text, hint="lower a count")
 
 
 def _alone(queue: Queue, types: set[str] | None) -> Iterator[tuple[str, dict[str, str]]]:

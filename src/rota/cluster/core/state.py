@@ -98,7 +98,8 @@ class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
     ``lines`` has who waits by kind of request, ``waiting`` by queue, highest priority and longest queued first.
-    ``started`` has who was started by the pass that is made, ``running`` who runs by queue and
+    ``started`` has who was started by the pass that is made, ``claimed`` who waits there for what others give back,
+    ``running`` who runs by queue and
     priority, ``ranked`` by queue in its order who runs, or has claimed what others give back, opportunistic work aside
     (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone;
     ``rank_steps``: by change the one before it of that queue, and who came or left), ``ends`` the expected ends of who
@@ -127,6 +128,7 @@ class State:
         self.arrivals: dict[JobId, None] = {}
         self.stopping: dict[JobId, None] = {}
         self.started: dict[JobId, None] = {}
+        self.claimed: dict[JobId, None] = {}
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
         self.ranked: dict[str, list[QueueEntry]] = {}
         self.ranked_at: dict[str, int] = {}
@@ -511,7 +513,7 @@ class State:
         new.queues = copy(self.queues)
         new.queues.limit, new.queues.user_limit = self.queues.limit.copy(), self.queues.user_limit.copy()
         new.jobs, new.arrivals, new.stopping = dict(self.jobs), dict(self.arrivals), dict(self.stopping)
-        new.started = {}
+        new.started, new.claimed = {}, {}
         new.lines = {key: list(line) for key, line in self.lines.items()}
         new.waiting = {queue: list(jobs) for queue, jobs in self.waiting.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rota.cluster.core.profile import Profile
-from rota.cluster.policies import basic, default, fair_share, fgd, gandiva, hived, kai
+from rota.cluster.policies import basic, capacity, default, fair_share, fgd, gandiva, hived, kai
 from rota.spec.errors import unknown
 
 PROFILES: dict[str, Callable[[], Profile]] = {
     "default": default.default,
     "fifo": basic.fifo,
     "hived": hived.hived,
-    "yarn": fair_share.yarn,
+    "yarn": capacity.yarn,
     "kai": kai.kai,
     "kueue": fair_share.kueue,
     "drf": fair_share.drf,
     "las": basic.las,
     "srtf": basic.srtf,
+    "srsf": basic.srsf,
     "fgd": fgd.fgd,
     "bestfit": fgd.bestfit,
     "random": basic.random,

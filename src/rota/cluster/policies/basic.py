@@ -277,21 +277,31 @@ def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """By estimated device-seconds that remain; jobs without an estimate come last."""
+    """By the estimated time that remains, or ``by_service``: that times devices; jobs without an estimate come last."""
 
+    by_service: bool = False
     by_job = True
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         if row.ask.est_s is None:
             return (1, 0.0)
-        return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))
+        left_s = max(0.0, row.ask.est_s - row.served_by(now))
+        return (0, left_s * max(row.ask.shape.gpu_milli, 1) if self.by_service else left_s)
 
 
 def srtf() -> Profile:
     """Who is done soonest comes first, also in place of who runs. Needs true estimates."""
-    order = ShortestFirst()
+    return _shortest("srtf", ShortestFirst())
+
+
+def srsf() -> Profile:
+    """Who needs the fewest device-seconds until its end comes first. Source: Tiresias (NSDI'19), SRSF."""
+    return _shortest("srsf", ShortestFirst(by_service=True))
+
+
+def _shortest(name: str, order: ShortestFirst) -> Profile:
     return Profile(
-        name="srtf",
+        name=name,
         order=order,
         division=LimitsOnly(),
         placer=Fit(),

@@ -1,19 +1,19 @@
-"""Fair shares among queues: DRF, borrowing in a cohort (Kueue), capacity with proportional reclaim (YARN)."""
+"""Fair shares among queues: DRF, and borrowing in a cohort (Kueue)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 
-from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED
+from rota.cluster.core.capacity import CPU, GPU, MEM, Vector
 from rota.cluster.core.jobs import LiveJob
-from rota.cluster.core.preemption import choose_victims, lost_gpu_s, lower_in_queue
+from rota.cluster.core.preemption import choose_victims
 from rota.cluster.core.profile import Placer, Profile, Rank, Victim
 from rota.cluster.core.promises import UNCOVERED
-from rota.cluster.core.quota import QueueDemand, ReclaimRules, borrowing_share, reclaim
+from rota.cluster.core.quota import borrowing_share
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import STARVE_S, Fit, LimitsOnly
@@ -61,122 +61,125 @@ class LeastBorrowed:
 
 
 def borrowed_rank(state: State, row: LiveJob, now: float) -> tuple[int, float]:
-    """Which promise covers the next job of a queue, and what the queue would borrow with it, in thousandths."""
-    tree = state.queues
-    queue, first = tree.row[row.ask.queue], first_of(state, row, now)
-    used = {"gpu": Fraction(int(state.used[queue, GPU]) + first.ask.shape.gpu_milli)}
-    lendable = {"gpu": Fraction(int(tree.guaranteed[tree.leaf, GPU].sum()))}
-    nominal = {"gpu": Fraction(int(tree.guaranteed[queue, GPU]))}
-    share = borrowing_share(nominal, lendable, used, Fraction(tree.rows[queue].weight))
+    """Which promise covers the next job of a queue, and what the queue would borrow with it as a part of all."""
+    queue, first = state.queues.row[row.ask.queue], first_of(state, row, now)
     level, since = share_rank(state, row, now)
-    return (level, since if 0 < level < UNCOVERED else share.share_permille)
+    if 0 < level < UNCOVERED:
+        return (level, since)
+    return (level, float(borrowed(state, queue, state.used[queue] + state.queues.need(first.ask.shape))))
+
+
+LENT = {GPU: "gpu", CPU: "cpu", MEM: "mem"}
+"""Dimensions of which queues lend each other what they are promised."""
+
+
+def borrowed(state: State, queue: int, used: Vector) -> Fraction | float:
+    """What a leaf that uses as much borrows: a part of what all leaves are promised, of its dominant resource."""
+    tree = state.queues
+    promised = tree.guaranteed[tree.leaf].sum(axis=0)
+    nominal, lendable, use = (
+        {name: Fraction(int(vector[dim])) for dim, name in LENT.items()}
+        for vector in (tree.guaranteed[queue], promised, used)
+    )
+    return borrowing_share(nominal, lendable, use, Fraction(tree.rows[queue].weight)).share
+
+
+@dataclass(frozen=True, slots=True)
+class FairBorrowing:
+    """``LeastCost``; for a job that would borrow, then, who borrows more: queues of the largest share first.
+
+    A job of another queue may be taken if that queue still borrows at least as much without it as the own one will with
+    the job. If that makes no room, one of each queue that borrows more now. The share of the own queue then is below
+    what the other had, so that neither takes it back. Shares are compared as they are, not rounded. Source: Kueue, fair
+    sharing, rules "less than or equal to final share" and "less than initial share".
+    """
+
+    cheapest: LeastCost = field(default_factory=LeastCost)
+
+    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        found = self.cheapest.victims(state, txn, row, placer, now)
+        if found is not None or row.ask.opportunistic or row.ask.queue not in state.queues.row:
+            return found
+        mine = _share_with(state, row)
+        taken, left = self._by_final_share(state, row, mine)
+        for more in ((), left):
+            kept = [(other, Reason.PREEMPTED_RECLAIM) for other in (*taken, *more)]
+            found = choose_victims(state, txn, row, placer, kept, now) if kept else None
+            if found is not None:
+                return found
+        return None
+
+    def _by_final_share(
+        self, state: State, row: LiveJob, mine: Fraction | float
+    ) -> tuple[Sequence[LiveJob], Sequence[LiveJob]]:
+        """Who may be taken by the first rule, and beside them by the second."""
+        tree, used = state.queues, state.used.copy()
+        able = {tree.row[path]: list(jobs) for path, jobs in _takeable(state, row)}
+        shares = {queue: borrowed(state, queue, used[queue]) for queue in able}
+        first, second = list[LiveJob](), list[LiveJob]()
+        passed = set[int]()
+        while able:
+            queue = max(able, key=lambda q: (shares[q], -q))
+            other = able[queue].pop()
+            if not able[queue]:
+                del able[queue]
+            rest = used[queue] - tree.need(other.ask.shape)
+            final = borrowed(state, queue, rest)
+            if mine <= final:
+                first.append(other)
+                used[queue], shares[queue] = rest, final
+            elif mine < shares[queue] and queue not in passed:
+                passed.add(queue)
+                second.append(other)
+        return first, second
+
+
+def _share_with(state: State, row: LiveJob) -> Fraction | float:
+    """What the queue of a job borrows once the job runs."""
+    queue = state.queues.row[row.ask.queue]
+    return borrowed(state, queue, state.used[queue] + state.queues.need(row.ask.shape))
+
+
+def _takeable(state: State, row: LiveJob) -> Iterator[tuple[str, list[LiveJob]]]:
+    """By queue that borrows more than that of the job will: who may be stopped there, the lowest and newest last."""
+    mine = _share_with(state, row)
+    by_queue = dict[str, list[LiveJob]]()
+    for (path, _), jobs in state.running.items():
+        if path != row.ask.queue and path in state.queues.row and state.queues.gives_back(path):
+            by_queue.setdefault(path, []).extend(
+                one for job in jobs if (one := state.jobs[job]).ask.may_stop and job not in state.started
+            )
+    for path, rows in by_queue.items():
+        queue = state.queues.row[path]
+        if rows and borrowed(state, queue, state.used[queue]) > mine:
+            rows.sort(key=lambda r: (-r.ask.priority, r.started_at, r.ask.id))
+            yield path, rows
+
+
+def _may_take(state: State, row: LiveJob) -> bool:
+    """Whether ``FairBorrowing`` could find a victim."""
+    if stops(state, row):
+        return True
+    if row.ask.opportunistic or row.ask.queue not in state.queues.row:
+        return False
+    mine = _share_with(state, row)
+    paths = {path for (path, _), jobs in state.running.items() if jobs and path != row.ask.queue}
+    rows = (state.queues.row[path] for path in paths if path in state.queues.row)
+    return any(borrowed(state, queue, state.used[queue]) > mine for queue in rows)
 
 
 def kueue() -> Profile:
-    """Who borrows least comes first; borrowed devices are taken back."""
+    """Who borrows least comes first; borrowed devices are taken back, and shared evenly by those who borrow."""
     return Profile(
         name="kueue",
         order=LeastBorrowed(),
         division=LimitsOnly(),
         placer=Fit(),
-        victims=LeastCost(),
-        stops=stops,
+        victims=FairBorrowing(),
+        stops=_may_take,
         block="none",
-        starve_s=STARVE_S,
-        promises=True,
-    )
-
-
-ROOT = "(cluster)"
-
-
-@dataclass(frozen=True, slots=True)
-class MostUnderServed:
-    """What queues are promised first, then lowest used over guaranteed; by priority and arrival inside a queue."""
-
-    by_job = False
-
-    def rank(self, state: State, row: LiveJob, now: float) -> Rank:
-        return (*of_queue(state, row, now, share_rank), -row.ask.priority)
-
-
-@dataclass(frozen=True, slots=True)
-class Proportional:
-    """Stop jobs of queues that, by the proportional rule over the whole tree, should give something back.
-
-    After them come jobs of lower priority in the queue itself.
-
-    Whole gangs are taken, so a queue may give more than the number; the set is the smallest in cost that makes room.
-    """
-
-    rules: ReclaimRules = field(default_factory=ReclaimRules)
-
-    def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        if row.ask.opportunistic:
-            return None
-        need = state.queues.need(row.ask.shape)
-        kept: list[tuple[LiveJob, Reason]] = []
-        for dim in state.queues.device_dims:
-            if need[dim] and (dim == GPU or state.queues.guaranteed[:, dim].any()):
-                kept += ((other, Reason.PREEMPTED_RECLAIM) for other in self._giving(state, row, dim, now))
-        kept = list({other.ask.id: (other, reason) for other, reason in kept}.values())
-        kept += ((other, Reason.PREEMPTED_PRIORITY) for other in lower_in_queue(state, row, now))
-        return choose_victims(state, txn, row, placer, kept, now) if kept else None
-
-    def _giving(self, state: State, row: LiveJob, dim: int, now: float) -> Iterator[LiveJob]:
-        """Jobs of other queues that should give devices back, of a type or of any: the lowest and cheapest first."""
-        giving = reclaim(queue_uses(state, dim), self.rules)
-        rows = [
-            state.jobs[job]
-            for (queue, _), jobs in state.running.items()
-            if queue != row.ask.queue and giving.get(queue, Fraction(0)) > 0
-            for job in jobs
-        ]
-        rows = [other for other in rows if other.ask.may_stop]
-        rows.sort(
-            key=lambda r: (r.ask.priority, not r.ask.spare, lost_gpu_s(state, r.ask.id, now), -r.started_at, r.ask.id)
-        )
-        for other in rows:
-            if giving[other.ask.queue] > 0:
-                giving[other.ask.queue] -= int(state.queues.need(other.ask.shape)[dim])
-                yield other
-
-
-def queue_uses(state: State, dim: int = GPU) -> list[QueueDemand]:
-    """The queue tree in thousandths of devices, of any type or of that of ``dim``, under one root: the cluster."""
-    tree = state.queues
-    pending = [0] * len(tree.rows)
-    for key, line in state.lines.items():
-        if key.queue in tree.row:
-            pending[tree.row[key.queue]] += int(tree.need(key.shape)[dim]) * len(line)
-    there = (state.dev_health == 0) & ((dim == GPU) | (state.dev_type == dim - tree.device_dims[1]))
-    total = Fraction(1000 * int(there.sum()))
-    uses = [QueueDemand(name=ROOT, parent=None, guaranteed=total, limit=total, used=Fraction(0), pending=Fraction(0))]
-    for row, queue in enumerate(tree.rows):
-        limit = int(tree.limit[row, dim])
-        uses.append(
-            QueueDemand(
-                name=queue.path,
-                parent=queue.parent or ROOT,
-                guaranteed=Fraction(int(tree.guaranteed[row, dim])),
-                limit=total if limit >= UNLIMITED else Fraction(limit),
-                used=Fraction(int(state.used[row, dim])),
-                pending=Fraction(pending[row]),
-                preemptible=queue.preemptible,
-            )
-        )
-    return uses
-
-
-def yarn() -> Profile:
-    """Most under-served queue first, excess taken back in proportion."""
-    return Profile(
-        name="yarn",
-        order=MostUnderServed(),
-        division=LimitsOnly(),
-        placer=Fit(),
-        victims=Proportional(),
-        block="none",
+        victim_sets_max=1,
+        vain_max=4,
         starve_s=STARVE_S,
         promises=True,
     )

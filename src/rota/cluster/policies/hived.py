@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from rota.cluster.core.capacity import GPU, CellSpec
-from rota.cluster.core.jobs import Allocation, Allocations, LiveJob, Shape, Wait, line_key
+from rota.cluster.core.jobs import CELL_LABEL, Allocation, Allocations, LiveJob, Shape, Wait, line_key
 from rota.cluster.core.placement import parted, place
 from rota.cluster.core.preemption import choose_victims, lower_in_queue
 from rota.cluster.core.profile import Placer, Profile, Victim
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import ByArrival, LimitsOnly
-from rota.cluster.virtual.cells import CellType, TenantCells, VirtualCells
+from rota.cluster.virtual.cells import CellType, TenantCells, TopologyError, VirtualCells
 from rota.cluster.virtual.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
 from rota.cluster.virtual.mapping import Leaves
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, nearest
 from rota.spec.ids import JobId
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node
 
 
 class CellBook:
-    """The virtual clusters of one state: leaf number i is device row i, tenants are leaf queues, cells whole nodes."""
+    """The virtual clusters of one state: leaf number i is device row i, tenants are leaf queues.
+
+    Cells are whole nodes and what is in them, and racks of equal nodes where a queue owns or pins one.
+    """
 
     def __init__(self, state: State) -> None:
-        types: dict[str, CellType] = {}
-        forest = [_node_cell(node, types) for node in state.nodes]
-        self.cluster = HivedCluster(VirtualCells(forest, types, _tenants(state)))
+        self.cluster = HivedCluster(_virtual_cells(state))
         self.leaf: list[int] = self.cluster.cells.physical.leaf_cells
         self.row = {leaf: device for device, leaf in enumerate(self.leaf)}
         txn = Txn()
@@ -139,6 +142,8 @@ def gang_ask(row: LiveJob, kind: str | None = None) -> GangAsk:
         priority=min(row.ask.priority, PRIORITY_MAX) if row.ask.priority >= 0 else -1,
         members=members,
         kind=kind,
+        pinned=row.ask.pinned or None if row.ask.priority >= 0 else None,
+        lazy=row.ask.lazy,
     )
 
 
@@ -179,6 +184,114 @@ def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
         return CellSpec(kind=kind, address=node.id if top else "", children=children, is_node=top)
 
     return build([d.index for d in node.devices], True)
+
+
+def _virtual_cells(state: State) -> VirtualCells:
+    """The forest of the nodes and what each leaf queue owns of it.
+
+    Of cells that are stated and are not there, as their nodes left or have not come yet, whoever owns most lacks some.
+    """
+    types: dict[str, CellType] = {}
+    queues = [queue for row, queue in enumerate(state.queues.rows) if state.queues.leaf[row]]
+    above = any(queue.pinned or any(one.level == "rack" for one in queue.cells) for queue in queues)
+    pinned = {name: queue.path for queue in queues for name in queue.pinned}
+    forest = _forest(state.nodes, types, pinned) if above else [_node_cell(node, types) for node in state.nodes]
+    there = {spec.pinned for top in forest for spec in _inside(top) if spec.pinned}
+    tenants = [replace(one, pinned=tuple(sorted(n for n in there if pinned[n] == one.name))) for one in _tenants(state)]
+    owned = {queue.path: _stated_cells(queue, forest, types) for queue in queues if queue.cells}
+    tenants = [replace(one, cells=owned[one.name]) if one.name in owned else one for one in tenants]
+    while True:
+        try:
+            return VirtualCells(forest, types, _in_chains(tenants, forest, types))
+        except TopologyError as error:
+            tenants = _without_one(tenants)
+            if tenants is None:
+                raise error
+
+
+def _forest(
+    nodes: Sequence[Node], types: dict[str, CellType], pinned: Collection[str], depth: int = 0
+) -> list[CellSpec]:
+    """Racks of equal nodes as cells, the other nodes by themselves; ``pinned`` are names of nodes and racks."""
+
+    def marked(cell: CellSpec) -> CellSpec:
+        return replace(cell, pinned=cell.address) if cell.address in pinned else cell
+
+    found: list[CellSpec] = []
+    for name, group in groupby(nodes, key=lambda node: node.cells[depth] if len(node.cells) > depth else None):
+        if name is None:
+            found += (marked(_node_cell(node, types)) for node in group)
+            continue
+        inner = _forest(list(group), types, pinned, depth + 1)
+        kinds = {cell.kind for cell in inner}
+        if len(kinds) > 1 or not _size(inner[0]):
+            found += inner
+            continue
+        kind = f"{len(inner)}*{inner[0].kind}"
+        types[kind] = CellType(child=inner[0].kind, count=len(inner))
+        found.append(marked(CellSpec(kind=kind, address=name, children=tuple(inner))))
+    return found
+
+
+def _inside(cell: CellSpec) -> Iterator[CellSpec]:
+    yield cell
+    for child in cell.children:
+        yield from _inside(child)
+
+
+def _path_to(chain: str, level: str, types: Mapping[str, CellType]) -> str | None:
+    """The path in a chain to the cells of a level: ``device``, ``node``, or ``rack``, right above a node."""
+    kinds = [chain]
+    while (made := types.get(kinds[-1])) is not None:
+        kinds.append(made.child)
+    node = next((i for i, kind in enumerate(kinds) if kind in types and types[kind].is_node), len(kinds) - 1)
+    at = {"device": len(kinds) - 1, "node": node, "rack": node - 1}.get(level, -1)
+    return ".".join(kinds[: at + 1]) if at >= 0 else None
+
+
+def _stated_cells(
+    queue: Queue, forest: Sequence[CellSpec], types: Mapping[str, CellType]
+) -> tuple[tuple[str, int], ...]:
+    """What a queue says it owns as paths and counts: of the chain that has most cells of the level."""
+    found = Counter[str]()
+    for one in queue.cells:
+        able = Counter[str]()
+        for top in forest:
+            path = _path_to(top.kind, one.level, types)
+            if path is not None and one.gpu_type in (None, _kind_of(top)) and _size(top):
+                able[path] += 1
+        if able:
+            found[max(able, key=lambda path: (able[path], path))] += one.count
+    return tuple(sorted(found.items()))
+
+
+def _in_chains(
+    tenants: Sequence[TenantCells], forest: Sequence[CellSpec], types: Mapping[str, CellType]
+) -> list[TenantCells]:
+    """The same with nodes and what is in them named from the racks that they lie in."""
+    tops = Counter(top.kind for top in forest)
+    chain = dict[str, str]()
+    for top in sorted(tops, key=lambda kind: (tops[kind], kind)):  # of a kind of node, the chain of most trees
+        path = _path_to(top, "node", types)
+        if path is not None:
+            chain[path.rpartition(".")[2]] = path
+
+    def named(path: str) -> str:
+        first, dot, rest = path.partition(".")
+        return path if first in tops else f"{chain.get(first, first)}{dot}{rest}"
+
+    return [replace(one, cells=tuple((named(path), n) for path, n in one.cells)) for one in tenants]
+
+
+def _without_one(tenants: Sequence[TenantCells]) -> list[TenantCells] | None:
+    """The same with one cell less of whoever has most of a kind; None if nobody has any."""
+    most = max(((n, one.name, path) for one in tenants for path, n in one.cells), default=(0, "", ""))
+    if not most[0]:
+        return None
+    less = {(most[1], most[2]): most[0] - 1}
+    return [
+        replace(one, cells=tuple((path, less.get((one.name, path), n)) for path, n in one.cells)) for one in tenants
+    ]
 
 
 def _tenants(state: State) -> list[TenantCells]:
@@ -254,6 +367,14 @@ class WithinCells:
         if not _members(shape)[1]:
             kinds = " and ".join(sorted({slot.type for slot in shape.slots if slot.type}))
             return Wait(reason=Reason.WRONG_TYPE, text=f"Cells have devices of one type; the roles ask {kinds}.")
+        pinned = state.queues.rows[state.queues.row[row.ask.queue]].pinned
+        if row.ask.pinned and row.ask.pinned not in pinned:
+            return Wait(
+                reason=Reason.GUARANTEE_FULL_NO_BORROW,
+                text=f"Queue {row.ask.queue} has no pinned cell {row.ask.pinned}; "
+                f"label {CELL_LABEL}: {nearest(row.ask.pinned, pinned, 'pinned cells')}.",
+                fields={"queue": row.ask.queue},
+            )
         owned = book_of(state).owned.get(row.ask.queue, 0)
         if row.ask.opportunistic or shape.gpus <= owned:
             return None
@@ -274,7 +395,7 @@ class ByCells:
             return place(state, txn, row.ask.shape)
         book = book_of(state)
         plan = book.find(txn, state, row)
-        if plan is None or plan.victims or plan.lazy:
+        if plan is None or plan.victims:
             return None
         found = held_of(state, txn, book, row.ask.shape.joined.shape, plan)
         return None if found is None else parted(row.ask.shape, found)
@@ -309,7 +430,7 @@ class CellVictims:
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         plan = book_of(state).find(txn, state, row)
-        names = [] if plan is None else [JobId(name) for name in dict.fromkeys((*plan.victims, *plan.lazy))]
+        names = [] if plan is None else [JobId(name) for name in plan.victims]
         if self._over_limit_without(state, txn, row, names):
             lower = [(other, Reason.PREEMPTED_PRIORITY) for other in lower_in_queue(state, row, now)]
             return choose_victims(state, txn, row, placer, lower, now) if lower else None

@@ -343,7 +343,9 @@ class HivedCluster:
     ) -> list[int] | None:
         found: list[int] = []
         for leaf, levels in zip(leaves, owned_levels):
-            vleaf = next((v for level in levels if (v := self._virtual_under(ask, leaf, level)) != NONE), NONE)
+            vleaf = self._first_under(ask, leaf, levels)
+            if vleaf == NONE and self._take_over(txn, ask, leaf, levels):
+                vleaf = self._first_under(ask, leaf, levels)
             if vleaf == NONE:
                 return None
             holder = self.user.get(self.buddy.serves[vleaf]) if self.buddy.serves[vleaf] != NONE else None
@@ -352,6 +354,37 @@ class HivedCluster:
             self.buddy.occupy(txn, leaf, vleaf, ask.priority)
             found.append(vleaf)
         return found if self.buddy.is_safe(self.cells.chain[leaves[0]]) else None
+
+    def _first_under(self, ask: GangAsk, leaf: int, levels: Sequence[int]) -> int:
+        return next((v for level in levels if (v := self._virtual_under(ask, leaf, level)) != NONE), NONE)
+
+    def _take_over(self, txn: Txn, ask: GangAsk, leaf: int, levels: Sequence[int]) -> bool:
+        """Preempt lazily those of lower priority that hold an owned cell elsewhere, so that it can serve this leaf.
+
+        The cell of those who agreed to run on without it comes first, then that of the lowest.
+        """
+        buddy = self.buddy
+        for level in levels:
+            cell = self.cells.physical.ancestors(leaf)[level - 1]
+            held = dict[int, list[str]]()
+            for root in self._roots_of(ask.tenant, ask.pinned or "", buddy.key(cell)) if buddy.is_free(cell) else ():
+                if buddy.serves[root] != NONE and FREE < buddy.vprio[root] < ask.priority:
+                    held[root] = self._users_in(buddy.serves[root])
+            if held:
+                root = min(held, key=lambda v: (not all(map(self._is_lazy, held[v])), buddy.vprio[v], v))
+                for name in held[root]:
+                    self.preempt_lazily(txn, name)
+                return True
+        return False
+
+    def _users_in(self, cell: int) -> list[str]:
+        """Who runs on the devices of a physical cell."""
+        physical = self.cells.physical
+        leaves = physical.leaf_cells[int(physical.leaf0[cell]) : int(physical.leaf1[cell])]
+        return list(dict.fromkeys(self.user[leaf] for leaf in leaves if leaf in self.user))
+
+    def _is_lazy(self, name: str) -> bool:
+        return self.gangs[name].plan.ask.lazy
 
     def _virtual_under(self, ask: GangAsk, leaf: int, level: int) -> int:
         """The virtual cell of a leaf below an owned cell of this level, NONE if there is none."""

@@ -145,9 +145,12 @@ def _still_safe(
 
 
 def _usable(buddy: BuddyCells, cells: Sequence[int], needed: int, allowed: Usable) -> list[int]:
-    """Candidates in order, those with fewest opportunistic devices first; none if there are fewer than needed."""
-    bound, healthy, used = buddy.bound, buddy.healthy, buddy.used
-    able = [c for c in cells if bound[c] == NONE and healthy[c]]
+    """Candidates in order, those with fewest opportunistic devices first; none if there are fewer than needed.
+
+    A node that is bad is left out, and a bad cell inside one; of a cell above nodes the others still serve.
+    """
+    bound, healthy, used, node = buddy.bound, buddy.healthy, buddy.used, buddy.v.physical.node
+    able = [c for c in cells if bound[c] == NONE and (healthy[c] or node[c] < 0)]
     if allowed is not None:
         able = [c for c in able if allowed(c)]
     if len(able) < needed:

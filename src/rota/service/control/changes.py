@@ -28,7 +28,7 @@ from rota.service.jobfile.validation import (
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec
-from rota.spec.queue import Queue
+from rota.spec.queue import OwnedCells, OwnedLevel, Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, Res, counted
 
@@ -124,6 +124,16 @@ class AmountPart(ResourcesPart):
         return Res(**{"cpus": 0.0, **self.given()})
 
 
+class CellsPart(Part):
+    """Cells that a queue owns."""
+
+    what = "a mapping such as {level: rack, count: 1}"
+    makes = OwnedCells
+    level: Annotated[OwnedLevel, OneOf(OwnedLevel)] = required("rack, node or device")
+    count: Annotated[int, Number(1)] = required("how many")
+    gpu_type: Annotated[str, Text("a type such as A100")] = optional("of this type of device")
+
+
 class QueuePart(Part):
     """One queue."""
 
@@ -131,8 +141,14 @@ class QueuePart(Part):
     makes = Queue
     path: Annotated[str, Text("a path such as research/rl")] = required("where in the tree")
     guaranteed: AmountPart = optional("promised to this queue")
+    cells: Annotated[tuple[CellsPart, ...], Several()] = optional("hived: cells of its own, in place of the guarantee")
+    pinned: Annotated[tuple[Annotated[str, Text("a name")], ...], Several(single=True)] = optional(
+        "hived: nodes and racks of its own, by name"
+    )
     limit: AmountPart = optional("at most for this queue")
     user_limit: AmountPart = optional("at most for the jobs of one user in it")
+    min_user_percent: Annotated[float, Number(0, 100, whole=False)] = optional("yarn: percent that each user may have")
+    user_limit_factor: Annotated[float, Number(0, whole=False)] = optional("yarn: a user's most, in guarantees")
     weight: Annotated[float, Number(0, whole=False)] = optional("share of what is left over")
     priority: Annotated[int, Number(0)] = optional("tier in which what is left over is divided")
     preemptible: Annotated[bool, Bool()] = optional("may jobs of it be preempted")

@@ -185,13 +185,25 @@ class DrainPlan(Headed):
     state: str
 
 
+class OwnedCells(Closed):
+    """Cells that a queue owns, of a level."""
+
+    level: str
+    count: int
+    gpu_type: str | None
+
+
 class QueueFields(Closed):
     """A queue as it was declared."""
 
     path: str
     guaranteed: Resources | None
+    cells: list[OwnedCells]
+    pinned: list[str]
     limit: Resources | None
     user_limit: Resources | None
+    min_user_percent: float | None
+    user_limit_factor: float | None
     weight: float
     priority: int
     preemptible: bool

@@ -270,6 +270,8 @@ def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
         placer=Fit(),
         victims=Outranked(order),
         remember=False,
+        victim_sets_max=1,
+        vain_max=4,
         round_s=ROUND_S,
         starve_s=STARVE_BY_SERVICE_S,
     )
@@ -307,5 +309,7 @@ def _shortest(name: str, order: ShortestFirst) -> Profile:
         placer=Fit(),
         victims=Outranked(order),
         remember=False,
+        victim_sets_max=1,
+        vain_max=4,
         starve_s=STARVE_BY_SERVICE_S,
     )

@@ -45,8 +45,8 @@ class Mix:
     Fragmentation Gradient Descent (ATC'23), section 3.2.
     """
 
-    def __init__(self, tasks: Iterable[TaskShape]) -> None:
-        counts = Counter(tasks)
+    def __init__(self, tasks: Iterable[TaskShape] | Counter[TaskShape]) -> None:
+        counts = tasks if isinstance(tasks, Counter) else Counter(tasks)
         total, taken = counts.total(), 0
         chosen: list[tuple[TaskShape, int]] = []
         for kind, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
@@ -63,8 +63,9 @@ class Mix:
 
     def allowed(self, types: Ints) -> NDArray[np.bool_]:
         """Per node of these types and per shape: whether the type suits it."""
-        suits = [not kind.types or int(t) in kind.types for t in types for kind in self.kinds]
-        return np.array(suits, dtype=np.bool_).reshape(len(types), len(self.kinds))
+        there, at = np.unique(types, return_inverse=True)
+        suits = [not kind.types or int(t) in kind.types for t in there for kind in self.kinds]
+        return np.array(suits, dtype=np.bool_).reshape(len(there), len(self.kinds))[at]
 
 
 def fragments(cpu: Ints, left: Ints, mix: Mix, allowed: NDArray[np.bool_]) -> Floats:
@@ -260,24 +261,35 @@ class LeastFragments:
     """Every bundle goes where the expected fragmentation, by the mix of jobs that are known, grows least."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
-        mix = Mix(_kind(state, slot) for other in state.jobs.values() for slot in other.ask.shape.slots)
-        kind = _kind(state, hardest(row.ask.shape))
+        mix, kind = self._mix(state, txn), _kind(state, hardest(row.ask.shape))
         width = int(np.diff(state.dev0).max(initial=1))
 
         def rise(state: State, nodes: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Ints:
-            left = np.zeros((len(nodes), width), dtype=np.int64)
-            for at, node in enumerate(nodes):
-                rows = slice(int(state.dev0[node]), int(state.dev0[node + 1]))
-                left[at, : rows.stop - rows.start] = np.where(state.dev_health[rows] == 0, state.dev_milli[rows], 0)
+            places = state.dev0[nodes, None] + np.arange(width)
+            there = places < state.dev0[nodes + 1, None]
+            places = np.where(there, places, 0)
+            left = np.where(there & (state.dev_health[places] == 0), state.dev_milli[places], 0).astype(np.int64)
             allowed = mix.allowed(state.dev_type[state.dev0[nodes]].astype(np.int64))
             cpu = state.cpu[nodes].astype(np.int64)
             before = fragments(cpu, left, mix, allowed)
             order = np.argsort(np.where(left >= max(kind.share, 1), left, 10 * WHOLE), axis=1, kind="stable")
-            for at in range(len(nodes)):
-                left[at, order[at, : kind.devices]] -= kind.share
+            taken = order[:, : kind.devices]
+            np.put_along_axis(left, taken, np.take_along_axis(left, taken, axis=1) - kind.share, axis=1)
             return np.round(1000 * (fragments(cpu - kind.cpu, left, mix, allowed) - before)).astype(np.int64)
 
         return place(state, txn, row.ask.shape, prefer=rise, close=False)
+
+    def _mix(self, state: State, txn: Txn) -> Mix:
+        """The mix of all jobs there are, which a pass does not change."""
+        known = txn.notes.get(("mix",))
+        if not isinstance(known, Mix):
+            shapes = Counter(other.ask.shape for other in state.jobs.values())
+            counts = Counter[TaskShape]()
+            for shape, jobs in shapes.items():
+                for slot, of_shape in Counter(shape.slots).items():
+                    counts[_kind(state, slot)] += jobs * of_shape
+            known = txn.notes["mix",] = Mix(counts)
+        return known
 
 
 def _kind(state: State, slot: Slot) -> TaskShape:

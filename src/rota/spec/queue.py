@@ -13,7 +13,7 @@ OwnedLevel = Literal["device", "node", "rack"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedCells:
-    """So many cells of a level (``rack``, ``node``, ``device``), of one type of device or of any."""
+    """A number of cells of a level (``rack``, ``node``, ``device``), of one type of device or of any."""
 
     level: OwnedLevel
     count: int

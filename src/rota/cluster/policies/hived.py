@@ -284,7 +284,7 @@ def _in_chains(
 
 
 def _without_one(tenants: Sequence[TenantCells]) -> list[TenantCells] | None:
-    """The same with one cell less of whoever has most of a kind; None if nobody has any."""
+    """The same with one cell less of the tenant that has most of a kind; None if no tenant has any."""
     most = max(((n, one.name, path) for one in tenants for path, n in one.cells), default=(0, "", ""))
     if not most[0]:
         return None

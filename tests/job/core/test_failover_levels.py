@@ -13,7 +13,7 @@ from rota.job.core.failover import is_secondary, kind_of, root_cause
 from rota.job.core.machine import initial
 from rota.job.master.executor import death_event
 from rota.runtime.launcher import ProcessDied
-from rota.spec.commands import Assemble, CheckNode, RunInstance, SetTimer, StartInstance
+from rota.spec.commands import Assemble, CheckNode, ReleaseGang, RunInstance, SetTimer, StartInstance
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -438,6 +438,30 @@ def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven)
     assert driven.ctx.state is JobState.RUNNING
     assert driven.ctx.instances[at("a/0")] == kept
     assert driven.ctx.bundle(at("b/0"))[1].node == "h3"
+
+
+def test_a_place_that_was_left_is_given_back_when_the_rest_of_its_reservation_is_lost_too(driven):
+    """The machine of the place that was left may be back, and have the only room for the rest."""
+    driven.free = ["h2"]
+    driven.run(spec(mesh("actor", 1), service("reward", 1), loop()), "h0", "h1", "h1")
+
+    def lose(member: str) -> None:
+        one = driven.ctx.instances[at(member)]
+        driven.feed(InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.NODE_LOST))
+        driven.settle()
+
+    def released() -> list[str]:
+        return [one.gang for one in driven.done if isinstance(one, ReleaseGang)]
+
+    lose("actor/0")
+    assert driven.ctx.bundle(at("actor/0"))[1].node == "h2" and released() == []
+    driven.free = []
+    lose("reward/0")  # what is said of the loop comes when its recovery has begun, of an epoch that is over
+    assert released() == ["all"], "while no place is granted"
+    driven.free = ["h0"]
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    assert {driven.ctx.bundle(at(one))[1].node for one in ("reward/0", "loop/0")} == {"h0"}
 
 
 # -- commits that are given up -----------------------------------------------------------------------------------------

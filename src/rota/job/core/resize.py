@@ -23,7 +23,7 @@ from rota.spec.events import (
     GangWaits,
     ScaleAsked,
 )
-from rota.spec.gang import Grant, Placement
+from rota.spec.gang import BundleGrant, Grant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
@@ -488,7 +488,31 @@ def places(ctx: JobContext) -> frozenset[GangId]:
         if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
     }
     used |= {ask.gang for ask in ctx.asks if _is_held(ctx, ask)}
-    return frozenset(used)
+    return frozenset(used) - _in_the_way(ctx)
+
+
+def _in_the_way(ctx: JobContext) -> frozenset[GangId]:
+    """Reservations with a place that was left, and with nobody else but those whose machine is lost.
+
+    The engine holds what was left as long as the reservation, also when that machine is back: the only room, perhaps,
+    for those who are lost now.
+    """
+    barred = [one for one in ctx.instances.values() if one.id in ctx.bound and one.barred and not one.retired]
+    reported = (one for one in barred if one.error is not None and one.error.reason is Reason.NODE_LOST)
+    lost = {ctx.bundle(one.id)[1].node for one in reported if ctx.bundle(one.id)[1].node in one.barred}
+    taken: dict[GangId, list[BundleGrant]] = {}
+    for one in ctx.instances.values():
+        if one.id in ctx.bound and not one.retired:
+            gang, bundle = ctx.bound[one.id]
+            taken.setdefault(gang, []).append(bundle)
+    grants = {grant.gang: grant for grant in ctx.placement.gangs} if lost and ctx.placement is not None else {}
+    return frozenset(
+        gang
+        for gang, bundles in taken.items()
+        if gang in grants
+        and len({one.index for one in bundles}) < len(grants[gang].bundles)
+        and all(one.node in lost for one in bundles)
+    )
 
 
 def _unused(ctx: JobContext) -> JobContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import textwrap
 import time
@@ -35,6 +36,18 @@ except TensorError as error:
     say(error=type(error).__name__, text=str(error), left=[row.name for row in plane.ls() if row.version],
         s=time.perf_counter() - began)
 """
+
+
+PARTS = (0.0, 0.2, 0.5, 0.8, 0.97, 1.0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """After which part of a version its publisher loses power; as many more moments as ``--stops`` asks for."""
+    if "part" in metafunc.fixturenames:
+        stops = int(metafunc.config.getoption("--stops", None) or 0)
+        chance = random.Random(stops)
+        more = [round(chance.random(), 3) for _ in range(stops - len(PARTS))]
+        metafunc.parametrize("part", [*PARTS, *more])
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +136,6 @@ def until_sent(machine: Machine, since: int, size: float) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.8, 0.97, 1.0])
 def test_no_torn_version_when_the_machine_of_the_publisher_dies(
     scripts: Crew, four: list[Machine], part: float
 ) -> None:

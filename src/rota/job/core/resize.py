@@ -492,7 +492,7 @@ def places(ctx: JobContext) -> frozenset[GangId]:
 
 
 def _in_the_way(ctx: JobContext) -> frozenset[GangId]:
-    """Reservations with a place that was left, and with nobody else but those whose machine is lost.
+    """Reservations with a place that was left, and without members but those whose machine is lost.
 
     The engine holds what was left as long as the reservation, also when that machine is back: the only room, perhaps,
     for those who are lost now.

@@ -100,6 +100,7 @@ def reads(jobs: Iterable[JobId]) -> Iterator[Ask]:
     yield Ask(method="GET", path=f"{API}/jobs/learn-1/files/part", params={"path": "nowhere"})
     yield from (get("/status"), get("/status", user="eve"), get("/cluster"), get("/settings"), get("/reasons"))
     yield from (get("/cluster/heat"), get("/cluster/heat", user="ann"), get("/nodes"), get("/nodes", user="eve"))
+    yield from (get("/cluster/history"), get("/cluster/history", since_s=3600, points=4, user="bob"))
     yield from (get("/nodes", limit=1, cursor="r0n0"), get("/nodes/r1n1"), get("/nodes/r0n0", user="bob"))
     yield from (get("/alerts"), get("/queues"), get("/queues/research/rl"))
     for by in ("user", "queue", "job", "gpu_type"):
@@ -109,7 +110,7 @@ def reads(jobs: Iterable[JobId]) -> Iterator[Ask]:
     yield from (get("/sim/profiles"), get("/templates"))
     for path in ("/healthz", "/readyz", "/openapi.json", "/metrics", "/icon.svg", "/login", "/", "/assets/index.js"):
         yield Ask(method="GET", path=path)
-    for page in ("queues", "jobs", "nodes", "submit", "compare", "admin"):
+    for page in ("queues", "jobs", "nodes", "submit", "compare", "admin", "access"):
         yield from (Ask(method="GET", path=f"/{page}"), Ask(method="GET", path=f"/{page}/learn-1"))
     for user in ("", "stranger"):  # a port that no instance has; to the login
         yield Ask(method="GET", path="/ports/learn-1/main/0/notebook", user=user)

@@ -61,7 +61,7 @@ def promise(gpus: float | None, cpus: float | None, memory_bytes: int | None = N
     """A guarantee or limit: devices, cores by name, and memory; nothing where none is stated."""
     return ", ".join(
         [amount(gpus)] * bool(gpus)
-        + [counted(cpus or 0, "cpu")] * bool(cpus)
+        + [counted(cpus or 0, "CPU")] * bool(cpus)
         + [size(memory_bytes)] * bool(memory_bytes)
     )
 

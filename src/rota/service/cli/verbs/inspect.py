@@ -101,7 +101,7 @@ def _plan(row: RolePlan) -> str:
 
 
 def _used(queue: Mapping[str, Any]) -> str:
-    cores = counted(queue["used_cpus"], "cpu")
+    cores = counted(queue["used_cpus"], "CPU")
     return f"{counted(queue['used'], 'device')}, {cores}" if queue["used"] or not queue["used_cpus"] else cores
 
 

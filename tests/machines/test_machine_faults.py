@@ -100,6 +100,7 @@ def loses(job: Watched, instance: str, fault: Callable[[Watched, str, Machine], 
     assert lost is not head
     job.site.rota("nodes", "uncordon" if instance == "counter/0" else "cordon", head.name, "--yes")
     fault(job, instance, lost)
+    job.site.rota("nodes", "uncordon", head.name, "--yes")
     recovers(job)
 
 

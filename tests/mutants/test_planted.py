@@ -136,14 +136,6 @@ BUGS = (
         "ready = list(each for",
         OF_RING,
     ),
-    Planted(
-        "a note is believed without a second look at the slot",
-        "tensors/leases.py",
-        "if shown():",
-        "if shown:",
-        "tests/real/tensors/test_notes.py",
-        "not gpu",
-    ),
 )
 
 

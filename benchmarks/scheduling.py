@@ -27,7 +27,9 @@ from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
+from rota.cluster.sim.forecast import Estimate, Forecast
 from rota.cluster.sim.runs import SimInput, compared, document, load, simulate
+from rota.cluster.sim.simulate import Simulation
 from rota.cluster.sim.traces import Tenant, generate
 from rota.runtime.clock import SystemClock
 from rota.runtime.random import SeededRandom
@@ -45,6 +47,8 @@ MEAN_DEVICES = 33 / 7
 """Of the jobs that ``generate`` makes."""
 GENERATED = 1500
 """Jobs of the trace that is played when none is given."""
+LIMITS: dict[str, tuple[float, ...]] = {"exact": (1.0, 1.0), "noisy": (2.0, 10.0), "none": ()}
+"""Time limits of jobs as multiples of their true time."""
 WITHOUT_COMMAND = {
     "decide": ("--devices", "1024", "8192", "--profile", "default"),
     "sim": ("--profile", "default"),
@@ -149,6 +153,51 @@ def guarantee(given: SimInput, opportunistic: float) -> dict[str, Any]:
     return compared(given, ["private", "hived", "pool-spread"], SystemClock())["profiles"]
 
 
+def estimates(given: SimInput, profile_name: str, limits: Sequence[float], sampled: int) -> dict[str, Any]:
+    """Estimated starts beside the true ones, of jobs drawn from those that wait; jobs come on after the estimate.
+
+    Each job asks its true time multiplied with a number between two ``limits``, or none. Those of the first tenth of
+    the trace are not counted: nothing has ended by which they could be told.
+    """
+    rng, clock, jobs = random.Random(0), SystemClock(), given.jobs()
+    for i, job in enumerate(jobs):
+        est_s = job.work_s * rng.uniform(*limits) if limits else None
+        jobs[i] = replace(job, ask=replace(job.ask, est_s=est_s))
+    drawn = {jobs[i].ask.id for i in rng.sample(range(len(jobs) // 10, len(jobs)), min(8 * sampled, len(jobs) // 2))}
+    found: dict[JobId, tuple[float, Estimate]] = {}
+    took: list[float] = []
+
+    def look() -> None:
+        asked = [job for job in run.state.arrivals.keys() | known if job in drawn and job not in found]
+        for job in sorted(asked)[: sampled - len(found)]:
+            if (row := run.state.jobs.get(job)) is None or row.phase != "queued" or row.wait is None:
+                continue
+            began = time.process_time()
+            forecast = Forecast(run.state, run.profile, run.now, until=job, wall_max_s=60.0)
+            found[job] = (run.now, forecast.play(clock).of(job))
+            took.append(time.process_time() - began)
+        known.clear()
+        known.update(job for job in run.state.arrivals if job in drawn)
+
+    known: set[JobId] = set()
+    run = Simulation(State(given.nodes, given.queues), get_profile(profile_name), jobs, clock, between_passes=look)
+    runs = run.run().runs
+    told = [(at, one, start) for job, (at, one) in found.items() if (start := runs[job].first_start_s) is not None]
+    answered = [(at, one.p10, one.p50, one.p90, start) for at, one, start in told if None not in (one.p10, one.p50)]
+    at, early, likely, late, start = np.array(answered, dtype=float).T
+    waits, errors = start - at, np.abs(likely - start)
+    return {
+        "jobs": len(told),
+        "without_answer": len(told) - len(answered),
+        "mean_wait_s": round(float(waits.mean()), 1),
+        "mean_error_of_wait": round(float(errors.mean() / waits.mean()), 3),
+        "median_error_of_own_wait": round(float(np.median(errors / np.maximum(waits, 1.0))), 3),
+        "inside_p10_p90": round(float(((early - 1 <= start) & (start <= late + 1)).mean()), 3),
+        "before_p50": round(float((start <= likely).mean()), 3),
+        "cpu_s_p50_p99": [round(float(one), 3) for one in np.percentile(took, (50, 99))],
+    }
+
+
 def measure(given: argparse.Namespace) -> Any:
     """The result of one command."""
     if given.command == "decide":
@@ -158,6 +207,13 @@ def measure(given: argparse.Namespace) -> Any:
             for n in given.devices
         ]
     played = trace_of(given)
+    if given.command == "estimates":
+        played = replace(played, trace=replace(played.trace, jobs=played.trace.jobs[: given.jobs]))
+        return {
+            name: estimates(played, given.profile, limits, given.sampled)
+            for name, limits in LIMITS.items()
+            if name in given.limits
+        }
     if given.command == "guarantee":
         return guarantee(played, given.opportunistic)
     return document(played, given.profile, simulate(played, given.profile, SystemClock()))["summary"]
@@ -187,13 +243,16 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--rounds", type=int, default=100)
     one.add_argument("--users", type=int, default=1, help="with several users a quarter of the jobs is urgent")
     one.add_argument("--profile", nargs="+", default=["fifo"], help="one or several")
-    for name in ("sim", "guarantee"):
+    for name in ("sim", "guarantee", "estimates"):
         other = commands.add_parser(name)
         other.add_argument("--trace", type=Path)
         other.add_argument("--vcs", type=Path)
         other.add_argument("--scale", type=float, default=0.35)
         other.add_argument("--profile", default="fifo")
         other.add_argument("--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside")
+    other.add_argument("--jobs", type=int, help="the first jobs of the trace only")
+    other.add_argument("--sampled", type=int, default=100, help="jobs that are told a start")
+    other.add_argument("--limits", nargs="+", choices=LIMITS, default=list(LIMITS), help="what jobs ask of their time")
     return made
 
 

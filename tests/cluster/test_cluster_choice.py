@@ -117,8 +117,8 @@ def test_why_names_the_choice_its_value_and_the_others() -> None:
     decisions = step(s, JobArrived(ask=choosing("j", *pair)), get_profile("default"), 0.0)
     [why] = [one.why["choice"] for one in decisions if hasattr(one, "why")]
     assert why == (
-        "2 of train on H, 1.7 s a step as predicted: the shortest time of a step with at most 6 devices, its part of "
-        "what is free. It takes 3.4 device-seconds a step; others: 1 of train on H 3 s, 3 device-seconds; "
+        "2 of train on H, 1.7 s a step as predicted: the shortest time for all of a step with at most 6 devices, its "
+        "part of what is free. It takes 3.4 device-seconds a step; others: 1 of train on H 3 s, 3 device-seconds; "
         "2 of train on A 4.4 s, 8.8 device-seconds; 1 of train on A 8 s, 8 device-seconds."
     )
 
@@ -175,6 +175,30 @@ def test_a_job_that_is_nearly_done_does_not_move() -> None:
     assert growing(s, 20.0, part("j", 1), part("j", 2), part("j", 3)) == [True] * 3
 
 
+def test_a_part_that_a_job_can_do_without_holds_up_no_other_however_old_it_is() -> None:
+    """The job that runs would have a third device since hours; a job that comes later takes the one that is free."""
+    s = started_small(sized(1, 8.0), sized(3, 1.5))
+    step(s, JobArrived(ask=ask("six", *[slot(1)] * 6)), get_profile("default"), 0.5)
+    assert growing(s, 1.0, part("j", 1), part("j", 2)) == [False, False]
+    step(s, JobArrived(ask=ask("late", slot(1), at=9000.0)), get_profile("default"), 9000.0)
+    assert s.jobs[JobId("late")].held
+
+
+def test_a_size_counts_by_what_it_leaves_to_the_other_jobs_of_the_cluster() -> None:
+    """4.4 s with two devices and 3.4 s with four: beside four others of eight devices the smaller one is the better."""
+    sizes = (*SIZES[:2], sized(4, 3.4))
+    for others, size in ((0, 4), (1, 4), (4, 2)):
+        s = state(node("a", 8))
+        for i in range(others):
+            with s.txn() as txn:
+                s.put(txn, LiveJob(ask=ask(f"r{i}")))
+                s.hold(txn, JobId(f"r{i}"), (Allocation(0, (i,), 0, 0, 0),), now=0.0)
+                txn.keep()
+        step(s, JobArrived(ask=choosing("j", *sizes)), get_profile("default"), 0.0)
+        values = {len(c.shape.slots): c.step_s * (1 + others * len(c.shape.slots) / 8) for c in sizes}
+        assert chosen(s) == min(values, key=values.__getitem__) == size, values
+
+
 def test_a_job_gets_no_part_of_a_size_that_has_no_place_as_a_whole() -> None:
     s = started_small(sized(1, 8.0), sized(8, 1.5))
     assert growing(s, 1.0, *(part("j", n) for n in range(1, 8))) == [True] * 7
@@ -217,15 +241,25 @@ def places(free: dict[tuple[int, str], int], shape: Shape) -> bool:
     return descend(groups, free)
 
 
-def best_step_s(choices: Sequence[Choice], free: dict[tuple[int, str], int]) -> float | None:
-    """The least time of a step of all shapes that have a place, of those that waste no devices."""
+def value_of(choice: Choice, all_of: dict[str, int], others: int) -> float:
+    """Time of a step, and for each other job the part of the devices of its type that it takes in that time."""
+    kind = choice.starts[0].gpu_type
+    total = sum(all_of.values()) if kind is None else all_of.get(kind, 0)
+    return choice.step_s * (1 + others * len(choice.shape.slots) / max(total, 1e-3))
+
+
+def best_value(
+    choices: Sequence[Choice], free: dict[tuple[int, str], int], all_of: dict[str, int], others: int
+) -> float | None:
+    """The least value of all shapes that have a place, of those that waste no devices; any type only as a last way."""
 
     def least(kind: str | None) -> float:
         return min(cost_of(one) for one in choices if one.starts[0].gpu_type == kind)
 
     able = [one for one in choices if places(free, one.shape)]
     frugal = [one for one in able if cost_of(one) <= WASTE_MAX * least(one.starts[0].gpu_type) or one is choices[0]]
-    return min((one.step_s for one in frugal), default=None)
+    typed = [one for one in frugal if one.starts[0].gpu_type] or frugal
+    return min((value_of(one, all_of, others) for one in typed), default=None)
 
 
 def random_choices(rng: random.Random, kinds: Sequence[str]) -> Iterator[Choice]:
@@ -275,13 +309,16 @@ def test_on_random_small_clusters_the_choice_is_the_best_of_all_shapes_placement
         free = {(row, one.devices[0].type): int(s.free[row].sum()) for row, one in enumerate(nodes)}
         choices = tuple(random_choices(rng, kinds))
         step(s, JobArrived(ask=choosing("j", *choices)), get_profile("default"), 0.0)
-        row, best = s.jobs[JobId("j")], best_step_s(choices, free)
+        all_of = {kind: sum(len(one.devices) for one in nodes if one.devices[0].type == kind) for kind in kinds}
+        others = len(s.jobs) - 1
+        row, best = s.jobs[JobId("j")], best_value(choices, free, all_of, others)
         if best is None:
             assert not row.held, f"case {part}/{case}"
             continue
         started += 1
         has = row.ask.chosen
-        assert has is not None and has.step_s == pytest.approx(best), f"case {part}/{case}: {has}"
+        assert has is not None, f"case {part}/{case}"
+        assert value_of(has, all_of, others) == pytest.approx(best), f"case {part}/{case}: {has}"
         for group in row.ask.shape.tied:
             assert len({row.held[i].node for i in group}) == 1, f"case {part}/{case}: a tied group is split"
         for slot_of, held in zip(row.ask.shape.slots, row.held):

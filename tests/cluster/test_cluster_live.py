@@ -627,7 +627,7 @@ def test_a_forecast_keeps_its_hands_off_the_books_of_the_live_policy() -> None:
     book = log.scheduler.profile.division.book
     before = book.fair
     assert Forecast(log.scheduler.state, log.scheduler.profile, 2.0).play(SystemClock()).starts == {
-        "two": (60.0, 120.0)
+        "two": (31.0, 60.0, 118.0)
     }
     assert book.fair is before
 

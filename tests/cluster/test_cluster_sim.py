@@ -221,12 +221,12 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
 
 def test_no_job_is_promised_a_start_in_the_past_and_who_ran_is_played_anew() -> None:
     one, two = JobId("one"), JobId("two")
-    known = Estimates(starts={one: (5.0, 20.0)}, basis="")
+    known = Estimates(starts={one: (3.0, 5.0, 20.0)}, basis="")
     assert (known.of(one, 9.0).p50, known.of(one, 9.0).p90, known.of(two, 9.0).p50) == (9.0, 20.0, None)
     s = state(node("n", 4))
     for at, job in enumerate(("one", "two")):
         step(s, JobArrived(ask=ask(job, slot(4), at=at, est_s=50.0)), get_profile("fifo"), float(at))
-    assert Forecast(s, get_profile("fifo"), 2.0).play(VirtualClock()).starts == {two: (50.0, 100.0)}
+    assert Forecast(s, get_profile("fifo"), 2.0).play(VirtualClock()).starts == {two: (26.0, 50.0, 98.0)}
 
 
 def test_drawings_show_what_the_run_did(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
     )
     assert "why       NO_FREE_DEVICES" in out and "why       TOPOLOGY" in out
     assert "would start now with:" in out
-    assert "estimate  none (" in out and "estimate  p50 " in out
+    assert out.count("estimate  p10 ") == 2
 
 
 @deep

@@ -31,7 +31,7 @@ WAITS: dict[str, Any] = {
     "waiting": True,
     "why": {"code": "NO_FREE_DEVICES", "text": "Needs 16 GPUs; 3 are free.", "fields": {}},
     "ahead": {"jobs": 2, "gpus": 8.0},
-    "estimate": {"p50": "2026-01-31T13:00:00+00:00", "p90": None, "basis": "", "age_s": 0.0},
+    "estimate": {"p10": None, "p50": "2026-01-31T13:00:00+00:00", "p90": None, "basis": "", "age_s": 0.0},
 }
 
 

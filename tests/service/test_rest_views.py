@@ -150,7 +150,7 @@ def test_explain_of_a_planned_job_says_where_its_shape_lies_and_what_the_others_
         assert 0 < runs["step_s"] < other["step_s"], "a size that is no faster has no plan"
         assert runs["placed"].startswith(
             f"Runs with 4 instances on {node} (4). Started as 4 of main, {runs['step_s']:.3g} s a step as predicted: "
-            "the shortest time of a step with at most"
+            "the shortest time for all of a step with at most"
         )
         assert f"2 of main {other['step_s']:.3g} s, {2 * other['step_s']:.3g} device-seconds" in runs["placed"]
         assert all((row["current"], row["placed"]) == (False, "") for row in others)

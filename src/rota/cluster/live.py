@@ -228,9 +228,9 @@ class Scheduler:
                 if known is not None and _bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
-            case Committed() | CheckpointSaved():
+            case Committed(n=n) | CheckpointSaved(n=n):
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
-                    self._happened(events.JobSaved(job=row), at)
+                    self._happened(events.JobSaved(job=row, n=n), at)
             case JobEnded():
                 self._forget_all(job, known, at)
                 self._jobs.pop(job, None)

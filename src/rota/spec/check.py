@@ -61,6 +61,7 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
     """
     return (
         *_check_names(spec),
+        *_check_labels(spec),
         *_check_after(spec),
         *(finding for role in spec.roles for finding in _check_role(role)),
         *_check_order(spec),
@@ -116,6 +117,13 @@ def fixed_size(role: RoleSpec) -> str:
         (True, "its workload is not known yet"),
     )
     return next(text for holds, text in reasons if holds)
+
+
+def _check_labels(spec: JobSpec) -> Iterator[Finding]:
+    steps = dict(spec.labels).get("rota.steps", "1")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,14}", steps):
+        message = f"{steps!r} is not a whole number above 0"
+        yield Finding(path=("labels", "rota.steps"), message=message, hint="say how many commits the job makes in all")
 
 
 def _check_names(spec: JobSpec) -> Iterator[Finding]:

@@ -155,6 +155,7 @@ export interface DrainState {
 
 /** When the job would start. */
 export interface DryRunEstimate {
+  p10: string | null;
   p50: string | null;
   p90: string | null;
   basis: string;
@@ -192,6 +193,7 @@ export interface EditRow {
 
 /** When a job would start; `age_s` is how long ago that was played. */
 export interface EstimateDocument {
+  p10: string | null;
   p50: string | null;
   p90: string | null;
   basis: string;

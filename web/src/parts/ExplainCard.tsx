@@ -103,9 +103,9 @@ function Estimate({ of, starts }: { of: Explanation["estimate"] | DryRunEstimate
   return (
     <p>
       Likely <When at={of.p50} />
-      {of.p90 !== null && (
+      {of.p10 !== null && of.p90 !== null && (
         <>
-          , at the latest <When at={of.p90} />
+          , with 80 % between <When at={of.p10} /> and <When at={of.p90} />
         </>
       )}
       . <span className="soft">{of.basis}</span>

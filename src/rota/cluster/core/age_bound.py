@@ -44,10 +44,10 @@ class AgeBound:
         if first is None or first.ask.id == row.ask.id or not self._waits_for(first, row):
             return None
         waited_s, until = self._now - _waits_since(first), self._now
-        if row.left_s is not None and waited_s < 2 * self._profile.starve_s:
+        if row.left_late_s is not None and waited_s < 2 * self._profile.starve_s:
             reservation = self._reservation_of(first)
             until = self._now if reservation is None else reservation.at
-            if self._now + row.left_s <= until:
+            if self._now + row.left_late_s <= until:
                 return None
         text = f"Free devices are kept for {first.ask.id}, which has waited for {waited_s / 3600:.1f} h."
         return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": [first.ask.id], "until": until})
@@ -78,7 +78,8 @@ class AgeBound:
 
     def _head_of(self, queue: str) -> LiveJob | None:
         rows = (self._state.jobs[job] for _, _, job in self._state.waiting[queue])
-        return next((row for row in rows if row.begins_at <= self._now and not row.ask.opportunistic), None)
+        able = (row for row in rows if row.begins_at <= self._now and not row.ask.opportunistic)
+        return next((row for row in able if not row.ask.spare), None)  # what a job can do without holds up no other
 
     def _could_run(self, row: LiveJob) -> bool:
         """Whether nothing but running jobs keeps a job from its place: it would fit if all of them ended."""

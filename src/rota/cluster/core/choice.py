@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Shape, Wait, compile_shape
+import numpy as np
+
+from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Shape, Slot, Wait, compile_shape
 from rota.cluster.core.profile import Objective, Profile
 from rota.cluster.core.promises import UNCOVERED, promise_level
 from rota.cluster.core.state import State
@@ -19,7 +21,7 @@ from rota.spec.resources import counted, types_of
 
 WASTE_MAX = 2.0
 """A shape is too costly where a step takes more than this times the least device-seconds on devices of its types."""
-_BASIS = {"finish": "the shortest time", "goodput": "the least device time"}
+_BASIS = {"finish": "the shortest time for all", "goodput": "the least device time"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,33 @@ def cost_of(choice: Choice) -> float:
     return choice.step_s * amount_of(choice.shape) / 1000
 
 
+def delays(state: State, row: LiveJob) -> Callable[[Choice], float]:
+    """By which part of its time a choice holds up all others together: each by the part of the devices that it takes.
+
+    Device-seconds that one job has are gone for those beside it; with many of them the cheapest step is the best.
+    """
+    others, sums = crowd_of(state, row), dict[str, float]()
+
+    def delay(choice: Choice) -> float:
+        taken = 0.0
+        for slot in choice.shape.slots:
+            amount = slot.gpus * 1000 + slot.milli or slot.cpu_milli
+            key = (slot.type or "") if slot.gpus or slot.milli else "cpu"
+            if key not in sums:
+                sums[key] = _all_of(state, slot)
+            taken += amount / max(sums[key], 1.0)
+        return others * taken
+
+    return delay
+
+
+def _all_of(state: State, slot: Slot) -> float:
+    """Thousandths of devices of the types of a slot, or of cores, that there are."""
+    if not (slot.gpus or slot.milli):
+        return float(state.capacity[1])
+    return 1000.0 * float(np.isin(state.dev_type, state.type_rows(slot.type)).sum())
+
+
 def wastes(choice: Choice, choices: Sequence[Choice]) -> bool:
     """Whether a step takes more than ``WASTE_MAX`` times the device-seconds of the cheapest choice on those types."""
     return cost_of(choice) > WASTE_MAX * min(cost_of(one) for one in choices if _types(one) == _types(choice))
@@ -104,18 +133,31 @@ def share_of_free(state: State, row: LiveJob, now: float) -> int:
     return amount_of(first) + rest // count
 
 
-def ranked(choices: Sequence[Choice], objective: Objective, share: int) -> list[Choice]:
+def crowd_of(state: State, row: LiveJob) -> int:
+    """How many other jobs there are, opportunistic ones and parts of jobs aside: they want devices now or will soon."""
+    return sum(
+        one.ask.part_of is None and not one.ask.opportunistic and one.ask.id != row.ask.id
+        for one in state.jobs.values()
+    )
+
+
+def ranked(
+    choices: Sequence[Choice], objective: Objective, share: int, delay: Callable[[Choice], float]
+) -> list[Choice]:
     """The choices of at most ``share`` thousandths, best first, down to the first one, which is always there.
 
-    ``finish``: the least time of a step, of those within ``WASTE_MAX``; ``goodput``: the least device-seconds of one.
+    ``finish``: the least time of a step for all, of those within ``WASTE_MAX``: its own, and that by which it holds up
+    others, which is ``delay`` times as long; ``goodput``: the least device-seconds of one.
     """
     able = [one for one in choices[1:] if amount_of(one.shape) <= share]
     if objective == "finish":
         able = [one for one in able if not wastes(one, choices)]
 
-    def value(one: Choice) -> tuple[float, float, bool]:
-        by_time = (one.step_s, cost_of(one)) if objective == "finish" else (cost_of(one), one.step_s)
-        return (*by_time, one is choices[0])
+    typed = any(_sizes(one) == _sizes(choices[0]) for one in choices[1:])
+
+    def value(one: Choice) -> tuple[float, float, float]:
+        by_time = (one.step_s * (1 + delay(one)), cost_of(one)) if objective == "finish" else (cost_of(one), one.step_s)
+        return (typed and one is choices[0], *by_time)  # any type: only where no type by itself has a place
 
     found = sorted((*able, choices[0]), key=value)
     return found[: found.index(choices[0]) + 1]
@@ -137,7 +179,7 @@ def choose(
     if not row.ask.choices:
         return Chosen(None, held)
     first, share = row.ask.choices[0], share_of_free(state, row, now)
-    order, level = ranked(row.ask.choices, profile.objective, share), promise_level(state, row)
+    order, level = ranked(row.ask.choices, profile.objective, share, delays(state, row)), promise_level(state, row)
     without_room = list[Choice]()
     for choice in order[:-1]:
         other = replace(row, ask=row.ask.having(choice))
@@ -174,7 +216,10 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
     role, has = row.ask.shape.role(0), sizes_now(state, job)
     left_s = HORIZON_S if job.left_s is None else job.left_s - (now - job.started_at)
     now_s, text = step_s_of(job.ask, has), f"No larger size of {role} saves more time than the move takes."
-    types = _types(job.ask.chosen or job.ask.choices[0])
+    types, delay = _types(job.ask.chosen or job.ask.choices[0]), delays(state, job)
+    now_delay = max(
+        (delay(one) for one in job.ask.choices if _types(one) == types and dict(_sizes(one)) == has), default=0.0
+    )
     for choice in sorted(job.ask.choices[1:], key=lambda one: one.step_s):
         more = dict(_sizes(choice)).get(role, 0) - has.get(role, 0)
         if more < 1 or _types(choice) != types or wastes(choice, job.ask.choices):
@@ -182,6 +227,8 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
         if any(n > has.get(name, 0) for name, n in _sizes(choice) if name != role):
             continue
         if left_s * (1 - choice.step_s / now_s) <= GROW_S:
+            continue
+        if choice.step_s * (1 + delay(choice)) >= now_s * (1 + now_delay):
             continue
         grown = replace(row, ask=replace(row.ask, shape=Shape(slots=row.ask.shape.slots * more)))
         if profile.placer.place(state, txn, grown) is not None:

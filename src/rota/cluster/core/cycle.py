@@ -339,7 +339,7 @@ class _Pass:
             text = f"Free devices are kept for {', '.join(ahead[:3])}."
             until = max(r.at for r in outlived)
             return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead, "until": until})
-        if wait is None and self.profile.block == "reserve":
+        if wait is None and self.profile.block == "reserve" and not row.ask.spare:
             self.reservations.owe(row)
         if wait is None and full is None:
             return self._learn_full(key, row)

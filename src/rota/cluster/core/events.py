@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Wait
+from rota.cluster.core.run_time import expected, learn, paced
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
@@ -72,9 +73,10 @@ class JobReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSaved:
-    """A job made its progress durable."""
+    """A job made its progress durable; ``n`` is the number of the commit, 0 unknown."""
 
     job: JobId
+    n: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,9 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             old = state.jobs.get(ask.id)
             if old is None or not old.held:
                 same = old is not None and old.ask.after == ask.after
-                state.put(txn, replace(old, ask=ask, wait=old.wait if same else None) if old else LiveJob(ask=ask))
+                likely_s, late_s = expected(state.taken, ask)
+                row = replace(old, ask=ask, wait=old.wait if same else None) if old else LiveJob(ask=ask)
+                state.put(txn, replace(row, likely_s=likely_s, late_s=late_s))
         case NodeChanged(node=node, health=health, devices=devices):
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
@@ -181,13 +185,14 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             # A time that is over is none: else each of those that let go would wait in a line of its own.
             after = back_at if back_at > now else 0.0
             state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
-        case JobSaved() if row is not None:
-            state.put(txn, replace(row, saved_at=now))
+        case JobSaved(n=n) if row is not None:
+            state.put(txn, paced(replace(row, saved_at=now), n, now))
         case JobPaused(paused=paused) if row is not None and not row.held:
             state.put(txn, replace(row, phase="paused" if paused else "queued"))
         case ReasonGiven(wait=wait) if row is not None and not row.held:
             state.put(txn, replace(row, wait=wait))
         case JobGone(job=job) if row is not None:
+            learn(state.taken, txn, row, now)
             state.drop(txn, job)
         case _:
             pass

@@ -168,6 +168,8 @@ class JobAsk:
     priority: int = 50
     queued_at: float = 0.0
     est_s: float | None = None
+    steps: int = 0
+    """Commits that it makes until its end; 0 = unknown."""
     grace_s: float = 30.0
     preemptible: bool = True
     not_before: float = 0.0
@@ -259,6 +261,8 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
     )
 
 
+STEPS_LABEL = "rota.steps"
+"""Job label: how many commits the job makes until its end."""
 DATA_LABEL = "rota.data"
 """Job label: the data sets that the job reads, with commas between them."""
 CELL_LABEL = "rota.cell"
@@ -278,6 +282,7 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
         priority=spec.priority,
         queued_at=queued_at,
         est_s=spec.time_limit_s,
+        steps=int(labels.get(STEPS_LABEL, "0")),
         grace_s=spec.grace_s,
         preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
         pinned=labels.get(CELL_LABEL, ""),
@@ -336,11 +341,33 @@ class LiveJob:
     """Seconds of its estimate that were over with when it last let go."""
     rate: float | None = None
     """Measured speed beside another job on the same devices, 1 = alone."""
+    likely_s: float | None = None
+    """How long it runs in all by what its like took; None: as long as it asked."""
+    late_s: float | None = None
+    """The same, which one of ten exceeds."""
+    told_s: float | None = None
+    """The same by its own progress, or as predicted by its plan; it goes before the others."""
+    pace: tuple[int, float] | None = None
+    """The first commit of its present size, and when it was made."""
+
+    @property
+    def total_s(self) -> float | None:
+        """How long it is expected to run in all; None: not known."""
+        return self.told_s or self.likely_s or self.ask.est_s
 
     @property
     def left_s(self) -> float | None:
-        """How long it is expected to run from its last start, or from its next one if it waits."""
-        return None if self.ask.est_s is None else max(0.0, self.ask.est_s - self.done_s)
+        """The same from its last start, or from its next one if it waits."""
+        return self._left(self.likely_s)
+
+    @property
+    def left_late_s(self) -> float | None:
+        """The same if it is one of those that run long: what others may count on."""
+        return self._left(self.late_s)
+
+    def _left(self, learnt_s: float | None) -> float | None:
+        total_s = self.told_s or learnt_s or self.ask.est_s
+        return None if total_s is None else max(0.0, total_s - self.done_s)
 
     @property
     def begins_at(self) -> float:

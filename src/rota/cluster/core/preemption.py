@@ -373,7 +373,8 @@ class BackfillReservations:
 
         A job that a promise to its queue covers is bound by those of its own queue alone.
         """
-        late = [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
+        left_s = row.left_late_s
+        late = [one for one in self._made if left_s is None or self._now + left_s > one.at]
         level = promise_level(self._state, row) if late else 0
         return [one for one in late if one.queue == row.ask.queue or one.level < level or one.level == level > 0]
 

@@ -101,7 +101,7 @@ class TryOrder:
         ends = [r.at for r in self._reservations.outlived_by(jobs[line[depth][1]])]
         if not ends:  # it was not tried in this pass, which had tried enough: nor are those behind it
             return len(line)
-        left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
+        left = ((i, jobs[line[i][1]].left_late_s) for i in range(depth + 1, len(line)))
         return next((i for i, left_s in left if left_s is not None and self._now + left_s <= max(ends)), len(line))
 
     def _entries(self, track: LineKey | str) -> Sequence[tuple[float, JobId] | tuple[int, float, JobId]]:
@@ -156,4 +156,4 @@ def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait) -> Wait
 
 def _is_shorter(row: LiveJob, wait: Wait, now: float) -> bool:
     """Whether a job would be over before what another one has to wait for."""
-    return row.left_s is not None and now + row.left_s <= wait.number("until")
+    return row.left_late_s is not None and now + row.left_late_s <= wait.number("until")

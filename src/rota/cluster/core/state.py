@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Cells, OverLimit, QueueTable, Vector, forest_of, in_cell_order
 from rota.cluster.core.jobs import Allocation, Allocations, Choice, JobAsk, LineKey, LiveJob, Shape, line_key
+from rota.cluster.core.run_time import Book, expected, predicted_s
 from rota.cluster.core.txn import Txn
 from rota.cluster.core.verdicts import VerdictCache
 from rota.spec.ids import JobId, NodeId
@@ -105,8 +106,9 @@ class State:
     ``rank_steps``: by change the one before it of that queue, and who came or left), ``ends`` the expected ends of who
     holds devices, soonest first, ``parts`` what jobs hold or ask for beside their admission,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
-    ``used_by`` what users hold in queues that limit them, ``shrunk`` the nodes that came back with fewer cores or less
-    memory than their jobs hold. ``events`` has the time, the job or node, and the name of the last events,
+    ``taken`` what ended jobs took of the time that they asked, ``used_by`` what users hold in queues that limit them,
+    ``shrunk`` the nodes that came back with fewer cores or less memory than their jobs hold.
+    ``events`` has the time, the job or node, and the name of the last events,
     ``happened`` how many there were beside decisions,
     ``version`` how many transactions were kept.
 
@@ -143,6 +145,7 @@ class State:
         self.parts: dict[JobId, dict[JobId, None]] = {}
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
+        self.taken: Book = {}
         self.books: list[PolicyBook] = []
         self.memory = VerdictCache()
         self.events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
@@ -206,7 +209,7 @@ class State:
             h.update(repr(self.jobs[job]).encode())
         parts = {job: sorted(parts) for job, parts in self.parts.items() if parts}
         by_user = {key: used.tolist() for key, used in self.used_by.items() if used.any()}
-        for mapping in (self.data, parts, by_user):
+        for mapping in (self.data, self.taken, parts, by_user):
             h.update(repr(sorted(mapping.items())).encode())
         return h.hexdigest()[:16]
 
@@ -371,10 +374,23 @@ class State:
         for slot in held:
             self.take(txn, slot, 1)
         self.charge(txn, row, 1)
-        attempt = row.attempt + 1
+        likely_s, late_s = expected(self.taken, row.ask)
         row = replace(
-            row, phase="running", held=held, attempt=attempt, wait=None, rate=None, started_at=now, saved_at=now
+            row,
+            phase="running",
+            held=held,
+            attempt=row.attempt + 1,
+            wait=None,
+            rate=None,
+            started_at=now,
+            saved_at=now,
+            likely_s=likely_s,
+            late_s=late_s,
+            told_s=row.told_s or predicted_s(row.ask),
+            pace=None,
         )
+        if (whole := self.jobs.get(row.ask.part_of or job)) is not None and whole.pace is not None:
+            self.put(txn, replace(whole, pace=None))  # it has another size from now on
         self.put(txn, row)
         for slot in held if row.ask.data else ():
             node = self.nodes[slot.node].id
@@ -522,7 +538,7 @@ class State:
         new.ranked_at, new.rank_steps, new._changes, new.promised, new.beyond = {}, {}, 0, {}, {}
         new.empty_fits, new.leaf_uses, new.next_level = {}, {}, {}
         new.used_by = dict(self.used_by)
-        new.undone, new.data = dict(self.undone), dict(self.data)
+        new.undone, new.data, new.taken = dict(self.undone), dict(self.data), dict(self.taken)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], VerdictCache(), None
         new.events = self.events.copy()
         return new
@@ -535,6 +551,7 @@ class State:
         new = State(nodes, queues)
         new.version, new.events = self.version, self.events.copy()
         new.data = {node: names for node, names in self.data.items() if node in new.node_row}
+        new.taken = dict(self.taken)
         with new.txn() as txn:
             for job in sorted(self.jobs):
                 new.adopt(txn, self, self.jobs[job])

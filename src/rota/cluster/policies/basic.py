@@ -285,9 +285,9 @@ class ShortestFirst:
     by_job = True
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
-        if row.ask.est_s is None:
+        if (total_s := row.total_s) is None:
             return (1, 0.0)
-        left_s = max(0.0, row.ask.est_s - row.served_by(now))
+        left_s = max(0.0, total_s - row.served_by(now))
         return (0, left_s * max(row.ask.shape.gpu_milli, 1) if self.by_service else left_s)
 
 

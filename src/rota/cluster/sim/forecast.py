@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import inf
@@ -11,25 +11,30 @@ from typing import TypedDict
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.profile import Profile
+from rota.cluster.core.run_time import EVIDENCE, LIKELY, Book, Spread, times_of
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
 from rota.cluster.sim.report import Percentiles, spread_of
-from rota.cluster.sim.simulate import SimJob, SimResult, Simulation
+from rota.cluster.sim.simulate import JobRun, SimJob, SimResult, Simulation
 from rota.runtime.clock import Clock
+from rota.runtime.random import RandomSource, SeededRandom
 from rota.spec.ids import JobId
+from rota.spec.resources import counted
 
 HORIZON_S = 30 * 86400.0
-UNKNOWN_S = 3600.0
-"""How long jobs are taken to run when none has an estimate."""
+PLAYS = 9
+"""Plays of a forecast. The true start is one more draw of the same kind: by its rank it lies between the first and the
+last of nine with 8/10."""
 PESSIMISM = 2.0
-"""How much longer than estimated jobs run in the pessimistic forecast."""
-WALL_MAX_S = 1.0
-"""How long one of the two plays may take; a start that lies beyond what was played in that time is not known."""
+"""By how much waits are longer, or shorter, without evidence."""
+WALL_MAX_S = 2.0
+"""How long all plays may take; at least one is made."""
 
 
 class StartEstimate(TypedDict):
     """JSON document of an estimate."""
 
+    p10: float | None
     p50: float | None
     p90: float | None
     basis: str
@@ -71,39 +76,46 @@ class OutlookDocument(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Start of a job in seconds of the scheduler's clock: likely, and if jobs run longer; None: not known.
+    """Start of a job in seconds of the scheduler's clock; one in ten starts before ``p10``, one in ten after ``p90``.
 
-    ``basis`` says what the durations rest on.
+    None: it never starts as it is. ``basis`` says what the durations rest on.
     """
 
+    p10: float | None
     p50: float | None
     p90: float | None
     basis: str
 
     def to_json(self) -> StartEstimate:
         """The ``estimate`` of ``rota explain --json``."""
-        return {"p50": self.p50, "p90": self.p90, "basis": self.basis}
+        return {"p10": self.p10, "p50": self.p50, "p90": self.p90, "basis": self.basis}
+
+
+Start = tuple[float | None, float | None, float | None]
+"""Start of a job: p10, p50, p90."""
+NEVER: Start = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What one play says of every job that held nothing at its beginning."""
+    """What the plays say of every job that held nothing at their beginning."""
 
-    starts: Mapping[JobId, tuple[float | None, float | None]]
+    starts: Mapping[JobId, Start]
     basis: str
 
     def of(self, job: JobId, now: float = -inf) -> Estimate:
         """The estimate of one job, not before ``now``; nothing is known of one that came later."""
-        likely, late = (at if at is None else max(at, now) for at in self.starts.get(job, (None, None)))
-        return Estimate(p50=likely, p90=late, basis=self.basis)
+        early, likely, late = (at if at is None else max(at, now) for at in self.starts.get(job, NEVER))
+        return Estimate(p10=early, p50=likely, p90=late, basis=self.basis)
 
 
 class Forecast:
-    """When the waiting jobs would start if no other job came, by playing the live jobs on a copy.
+    """When the waiting jobs would start if no other job came, by playing the live jobs on copies.
 
-    The copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Durations are
-    the declared estimates or time limits; a job without one takes the mean of those that have one. With ``until`` the
-    play ends where that job starts. ``instead`` is what a job that waits asks in the play, in place of what it asks.
+    The first copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Each of
+    ``PLAYS`` plays draws the run times of all jobs anew, from what ended jobs took, or from the progress that a job
+    tells. With ``until`` a play ends where that job starts. ``instead`` is what a job that waits asks in
+    the plays, in place of what it asks.
     """
 
     def __init__(
@@ -121,35 +133,54 @@ class Forecast:
         with state.txn() as txn:  # undone at its end
             if instead is not None:
                 state.put(txn, replace(state.jobs[instead.id], ask=instead, wait=None))
-            self._fork(state)
-
-    def _fork(self, state: State) -> None:
-        self._jobs = [job for job, row in state.jobs.items() if not row.held]
-        known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
-        blind = not known and bool(state.holders())
-        self._mean = sum(known) / len(known) if known else 0.0
-        self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
-        if blind:
-            self._basis = "no job has an estimate or a time limit"
-        with without_refused(state):
-            self._forks = () if blind else (state.copy(), state.copy())
+            with without_refused(state):
+                self._state = state.copy()
+        rows = self._state.jobs
+        self._ended = sum(taken.count for group, taken in state.taken.items() if len(group) == 1)
+        self._basis = basis_of(rows.values(), self._ended)
 
     def play(self, clock: Clock, between_passes: Callable[[], None] = lambda: None) -> Estimates:
-        """Play the copies: once with the durations as they are, once with longer ones.
+        """Play the copies, as many as there is time for. The durations are drawn by strata, the same for equal states.
 
         ``between_passes`` is called between two passes, for a thread that lets others go first.
         """
-        if not self._forks:
-            return Estimates(starts=dict.fromkeys(self._jobs, (None, None)), basis=self._basis)
-        likely, late = (
-            self._starts(fork, factor, clock, between_passes) for fork, factor in zip(self._forks, (1.0, PESSIMISM))
-        )
-        return Estimates(starts={job: (likely[job], late[job]) for job in self._jobs}, basis=self._basis)
+        began_s, found = clock.monotonic_s(), list[dict[JobId, float | None]]()
+        rows = {job: row for job, row in self._state.jobs.items() if row.phase != "paused"}
+        book = self._state.taken
+        plays = 1 if all(_spread_of(book, row, self._now).is_known for row in rows.values()) else PLAYS
+        strata, source = _strata(rows, plays), SeededRandom(plays)
+        for k in range(plays):
+            left_s = self._wall_max_s - (clock.monotonic_s() - began_s)
+            if found and left_s <= 0:
+                break
+            drawn = _redrawn(book, source) if plays > 1 else book
+            spreads = {job: _spread_of(drawn, row, self._now) for job, row in rows.items()}
+            work_s = {job: one.at(strata[job][k], _ran_s(rows[job], self._now)) for job, one in spreads.items()}
+            found.append(self._starts(self._state.copy(), work_s, clock, between_passes, left_s))
+        waiting = [job for job, row in self._state.jobs.items() if not row.held]
+        starts = {job: self._together([one.get(job) for one in found]) for job in sorted(waiting)}
+        return Estimates(starts=starts, basis=self._basis)
+
+    def _together(self, starts: Sequence[float | None]) -> Start:
+        """Quantiles of the starts of one job; wide as long as there is no evidence of how true durations are."""
+        known = sorted(at for at in starts if at is not None)
+        if not known:
+            return NEVER
+        early, likely, late = known[0], known[len(known) // 2], known[-1]
+        if self._ended < EVIDENCE:
+            wait_s = likely - self._now
+            early, late = min(early, self._now + wait_s / PESSIMISM), max(late, self._now + wait_s * PESSIMISM)
+        return (early, likely, late)
 
     def _starts(
-        self, fork: State, factor: float, clock: Clock, between_passes: Callable[[], None]
+        self,
+        fork: State,
+        work_s: Mapping[JobId, float],
+        clock: Clock,
+        between_passes: Callable[[], None],
+        wall_max_s: float,
     ) -> dict[JobId, float | None]:
-        jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
+        jobs = [SimJob(ask=fork.jobs[job].ask, submit_s=self._now, work_s=work_s[job]) for job in sorted(work_s)]
         run = Simulation(
             fork,
             self._profile,
@@ -158,26 +189,88 @@ class Forecast:
             until_s=self._now + HORIZON_S,
             stop_when_started=self._until,
             now=self._now,
-            wall_max_s=self._wall_max_s,
+            wall_max_s=wall_max_s,
             between_passes=between_passes,
         )
-        return {job: one.first_start_s for job, one in run.run().runs.items()}
+        found = run.run().runs
+        starts = {job: one.first_start_s for job, one in found.items()}
+        return starts | _beyond(run, found) if self._until is None else starts
+
+
+def basis_of(rows: Collection[LiveJob], ended: int) -> str:
+    """What durations rest on, in a sentence."""
+    asked = sum(row.ask.est_s is not None for row in rows)
+    told = sum(row.told_s is not None for row in rows)
+    text = f"{asked} of {len(rows)} jobs have a time limit"
+    text += f", {counted(ended, 'job')} that ended say how true limits are" if ended else ""
+    return f"{text}, {told} tell their progress" if told else text
+
+
+TOLD = (0.9, 1.0, 1.1)
+"""Parts of the rest that a job tells itself which it may take."""
+
+
+def _redrawn(book: Book, source: RandomSource) -> Book:
+    """The book as it might be had other jobs of the same kind ended: what is known of all is not known exactly.
+
+    The bootstrap of B. Efron (Annals of Statistics 7, 1979).
+    """
+    return {
+        group: replace(taken, values=tuple(source.rng().choices(taken.values, k=len(taken.values))))
+        for group, taken in sorted(book.items())
+    }
+
+
+def _spread_of(book: Book, row: LiveJob, now: float) -> Spread:
+    if row.told_s is None:
+        return times_of(book, row.ask)
+    ran_s = _ran_s(row, now)
+    left_s = max(0.0, row.told_s - ran_s)
+    return Spread(tuple(ran_s + part * left_s for part in TOLD), tuple((i + 1) / len(TOLD) for i in range(len(TOLD))))
+
+
+def _ran_s(row: LiveJob, now: float) -> float:
+    return row.done_s + (now - row.started_at if row.held else 0.0)
+
+
+def _strata(jobs: Iterable[JobId], plays: int) -> dict[JobId, list[float]]:
+    """The quantile that each job takes in each play: one of each of as many equal parts, in an order of its own."""
+    rng, found = SeededRandom(plays).rng(), dict[JobId, list[float]]()
+    for job in sorted(jobs):
+        found[job] = [(part + rng.random()) / plays for part in rng.sample(range(plays), plays)]
+    return found
+
+
+def _beyond(run: Simulation, runs: Mapping[JobId, JobRun]) -> dict[JobId, float]:
+    """Starts of jobs that were not reached in time: when the work before them is done, with all devices in use."""
+    found, per_s = dict[JobId, float](), max(run.result.gpus, 1)
+    running = [one for one in runs.values() if one.state == "RUNNING"]
+    work = sum((one.job.work_s - one.done_s - (run.now - one.work_from_s) * one.rate) * one.gpus for one in running)
+    for *_, job in sorted(
+        (row.ask.opportunistic, -row.ask.priority, row.ask.queued_at, job) for job, row in run.state.jobs.items()
+    ):
+        one = runs.get(job)
+        if one is None or one.first_start_s is not None or one.state != "QUEUED":
+            continue
+        if run.state.jobs[job].phase == "queued":
+            found[job] = run.now + max(0.0, work) / per_s
+            work += one.job.work_s * one.job.ask.shape.gpu_milli / 1000
+    return found
 
 
 def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> OutlookDocument:
     """What becomes of the live jobs under each profile, if no other job comes: starts and ends in seconds from now.
 
-    ``forks`` has for each profile a copy of the same state, which is used up. A job without an estimate or time limit
-    takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does not exist.
+    ``forks`` has for each profile a copy of the same state, which is used up. A job takes what is likely by what ended
+    jobs took. Raises UnknownName for a profile that does not exist.
     """
     rows = [row for _, row in sorted(next(iter(forks.values())).jobs.items())]
-    known = [row.ask.est_s for row in rows if row.ask.est_s is not None]
-    mean = sum(known) / len(known) if known else UNKNOWN_S
+    ended = sum(taken.count for group, taken in next(iter(forks.values())).taken.items() if len(group) == 1)
     gpus = sum(len(node.devices) for node in next(iter(forks.values())).nodes)
-    runs = {name: _played(fork, name, mean, now, clock) for name, fork in forks.items()}
+    runs = {name: _played(fork, name, now, clock) for name, fork in forks.items()}
     return {
         "profiles": list(forks),
-        "basis": f"{len(known)} of {len(rows)} jobs have an estimate or a time limit; the others count {mean:.0f} s",
+        "basis": basis_of(rows, ended),
         "summary": {name: _figures(run, now, gpus) for name, run in runs.items()},
         "items": [
             {
@@ -194,8 +287,11 @@ def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> OutlookDocu
     }
 
 
-def _played(fork: State, profile: str, mean: float, now: float, clock: Clock) -> SimResult:
-    jobs = [_sim_job(row, now, mean, 1.0) for _, row in sorted(fork.jobs.items())]
+def _played(fork: State, profile: str, now: float, clock: Clock) -> SimResult:
+    jobs = [
+        SimJob(ask=row.ask, submit_s=now, work_s=_spread_of(fork.taken, row, now).at(LIKELY, _ran_s(row, now)))
+        for _, row in sorted(fork.jobs.items())
+    ]
     return Simulation(fork, get_profile(profile), jobs, clock, until_s=now + HORIZON_S, now=now).run()
 
 
@@ -217,7 +313,3 @@ def _figures(run: SimResult, now: float, gpus: int) -> ProfileOutlook:
 
 def _from_now(at: float | None, now: float) -> float | None:
     return None if at is None else round(max(0.0, at - now), 3)
-
-
-def _sim_job(row: LiveJob, now: float, mean: float, factor: float) -> SimJob:
-    return SimJob(ask=row.ask, submit_s=now, work_s=(mean if row.ask.est_s is None else row.ask.est_s) * factor)

@@ -24,9 +24,11 @@ PATIENCE_S = 0.1
 NEW_S = 1.0
 """How long the first answer for a job is waited for."""
 PLAY_MAX_S = 4.0
-"""Time limit of each of the two plays of a forecast; no request waits for it."""
+"""Time limit of the plays of a forecast; no request waits for it."""
 PLAYS_MAX = 2
 """The play under way may have begun before the job came; the next one knows it."""
+
+UNPLAYED = "the job is in no forecast yet; ask again in some seconds"
 
 _log = logging.getLogger("rota.service")
 
@@ -86,7 +88,7 @@ class Forecasts:
             if known:
                 break
         if job not in self._made.starts:
-            return Estimate(p50=None, p90=None, basis="the job is in no forecast yet; ask again in some seconds"), None
+            return Estimate(p10=None, p50=None, p90=None, basis=UNPLAYED), None
         estimate, age_s = self._made.of(job, self._clock.wall_s()), self._age_s()
         if age_s >= FRESH_S:
             estimate = replace(estimate, basis=f"{estimate.basis}; as of {age_s:.0f} s ago")

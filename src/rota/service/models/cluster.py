@@ -464,6 +464,7 @@ class TemplateList(Headed):
 class DryRunEstimate(Closed):
     """When the job would start."""
 
+    p10: Moment | None
     p50: Moment | None
     p90: Moment | None
     basis: str

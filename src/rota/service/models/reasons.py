@@ -54,6 +54,7 @@ class VictimRow(Closed):
 class EstimateDocument(Closed):
     """When a job would start; ``age_s`` is how long ago that was played."""
 
+    p10: Moment | None
     p50: Moment | None
     p90: Moment | None
     basis: str

@@ -114,7 +114,7 @@ def estimate_text(estimate: EstimateDocument | DryRunEstimate | None) -> str:
     """When a waiting job may start, and what that rests on; empty without an estimate."""
     if not estimate:
         return ""
-    times = ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p50", "p90") if estimate.get(name))
+    times = ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p10", "p50", "p90") if estimate.get(name))
     basis = estimate.get("basis")
     return (times or "none") + (f" ({basis})" if basis else "")
 

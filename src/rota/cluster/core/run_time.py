@@ -28,7 +28,7 @@ UNKNOWN_S = (60.0, 300.0, 1200.0, 3600.0, 10800.0, 28800.0, 86400.0)
 OVERDUE = (1.05, 1.2, 1.5, 2.0, 3.0)
 """By how much a job that outlasts all that are known is taken to be longer than it is."""
 BIN = 3.0
-"""Jobs that ask up to so many times as long are of one group: who asks most overstates most."""
+"""Jobs whose limits differ by less than this factor are of one group: who asks most overstates most."""
 EVIDENCE = 8
 """Ended jobs below which nothing is said of jobs that asked for no time, nor of how true limits are."""
 ASKED, UNKNOWN = "asked", "unknown"

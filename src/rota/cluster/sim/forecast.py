@@ -114,7 +114,7 @@ class Forecast:
 
     The first copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Each of
     ``PLAYS`` plays draws the run times of all jobs anew, from what ended jobs took, or from the progress that a job
-    tells. With ``until`` a play ends where that job starts. ``instead`` is what a job that waits asks in
+    reports. With ``until`` a play ends where that job starts. ``instead`` is what a job that waits asks in
     the plays, in place of what it asks.
     """
 
@@ -203,11 +203,11 @@ def basis_of(rows: Collection[LiveJob], ended: int) -> str:
     told = sum(row.told_s is not None for row in rows)
     text = f"{asked} of {len(rows)} jobs have a time limit"
     text += f", {counted(ended, 'job')} that ended say how true limits are" if ended else ""
-    return f"{text}, {told} tell their progress" if told else text
+    return f"{text}, {told} report their progress" if told else text
 
 
 TOLD = (0.9, 1.0, 1.1)
-"""Parts of the rest that a job tells itself which it may take."""
+"""Parts of the reported rest that a job may take."""
 
 
 def _redrawn(book: Book, source: RandomSource) -> Book:

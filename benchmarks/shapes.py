@@ -72,9 +72,10 @@ Ends = dict[str, float]
 def cluster() -> tuple[Node, ...]:
     """The nodes: a rack of each type."""
     made: list[Node] = []
-    for node in pretend_nodes(f"2x{NODES}x{DEVICES}", host="bench", cpus=1e4, memory_bytes=10**14):
+    for node in pretend_nodes(f"2x{NODES}x{DEVICES}", host="bench"):
         kind = KINDS[node.cells[0] == "rack-1"]
-        made.append(replace(node, devices=tuple(Device(index=d.index, type=kind) for d in node.devices)))
+        devices = tuple(Device(index=d.index, type=kind) for d in node.devices)
+        made.append(replace(node, cpus=1e4, memory_bytes=10**14, devices=devices))
     return tuple(made)
 
 

@@ -18,6 +18,8 @@ LOOPBACK = re.compile(r"http://127\.0\.0\.1:\d{4,5}")
 COOKIE = re.compile(r"(rota_session=)[^;]+")
 FRESH = re.compile(r"[A-Za-z0-9_-]{20,}")
 """What the system's own source of chance makes."""
+DRAWN = re.compile(r"(?<=/tokens/)[0-9a-z]{8}$|(?<=/webhooks/)w[0-9a-z]{8}$|(?<=^id {6})w?[0-9a-z]{8}$")
+"""Identifiers of tokens and webhooks: how many were drawn before them depends on what the service did meanwhile."""
 
 
 def normal(value: Any, home: Path, name: str = "") -> Any:
@@ -25,6 +27,8 @@ def normal(value: Any, home: Path, name: str = "") -> Any:
     if isinstance(value, dict):
         if value.get("kind") == "TokenMade":
             value = value | {"digest": "<digest>"}
+        if value.get("kind") in ("Token", "Webhook") and value.get("id"):
+            value = value | {"id": "<id>"}
         return {key: normal(one, home, key) for key, one in value.items()}
     if isinstance(value, list):
         return [normal(one, home, name) for one in value]
@@ -42,5 +46,6 @@ def _text(value: str, home: Path, name: str) -> str:
         return "<request id>"
     shown = TOKEN.sub("<token>", value.replace(str(home), "<home>"))
     shown = LOOPBACK.sub(URL, COOKIE.sub(r"\1<session>", shown))
+    shown = DRAWN.sub("<id>", shown)
     shown = re.sub(r"code=[A-Za-z0-9_-]{20,}", "code=<code>", shown)
     return shown.replace(rota_version(), "<version>") if name == "version" else shown

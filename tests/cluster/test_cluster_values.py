@@ -42,7 +42,17 @@ from rota.cluster.core.events import (
     apply,
 )
 from rota.cluster.core.guarded import refusals
-from rota.cluster.core.jobs import Allocation, Allocations, LiveJob, Shape, Wait, compile_shape, line_key, place_key
+from rota.cluster.core.jobs import (
+    Allocation,
+    Allocations,
+    LineKey,
+    LiveJob,
+    Shape,
+    Wait,
+    compile_shape,
+    line_key,
+    place_key,
+)
 from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import TentativeAllocations, choose_victims, lost_gpu_s, take_what_is_free
 from rota.cluster.core.profile import Admit, Preempt
@@ -425,11 +435,12 @@ def test_a_row_knows_its_times_and_its_line() -> None:
         ask=ask("a", queue="q", priority=70, user="u", preemptible=False, avoid=(NodeId("n"),), failover=True)
     )
     key = line_key(busy)
-    assert key == ("q", 70, "u", 0.0, False, busy.ask.shape, ("n",), True, None)
-    part = replace(busy, ask=replace(busy.ask, part_of=JobId("whole"), spare=True))
-    assert line_key(part) == (*key[:-1], "whole")
-    assert line_key(replace(part, ask=replace(part.ask, spare=False))) == key
-    assert place_key(line_key(part)) == ("", 0, "", 0.0, True, busy.ask.shape, ("n",), True, None)
+    assert key == LineKey("q", 70, "u", 0.0, False, busy.ask.shape, avoid=(NodeId("n"),), failover=True)
+    part = replace(busy, ask=replace(busy.ask, part_of=JobId("whole"), spare=True, pinned="rack"))
+    assert line_key(part) == key._replace(part_of="whole", pinned="rack")
+    assert line_key(replace(part, ask=replace(part.ask, spare=False))).part_of is None
+    place = LineKey("", 0, "", 0.0, True, busy.ask.shape, avoid=(NodeId("n"),), failover=True)
+    assert place_key(key) == place and place_key(line_key(part)) == place._replace(pinned="rack")
     assert place_key(key._replace(priority=-3)).priority == -3
 
 

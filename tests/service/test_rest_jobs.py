@@ -49,6 +49,7 @@ def test_a_job_is_listed_and_shown_when_submit_answers(tmp_path: Path) -> None:
             "restored": 0,
             "progress": None,
             "error": None,
+            "ports": {},
         }
 
     with_service(tmp_path, test)

@@ -83,12 +83,13 @@ def draw(rows: Mapping[int, Row], accuracy_after: float, path: Path) -> None:
 
     steps = sorted(n for n in rows if n > sft.STEPS)
     reward = np.array([rows[n]["reward"] for n in steps])
-    smooth = np.convolve(reward, np.ones(grpo.WINDOW) / grpo.WINDOW, mode="valid")
+    window = min(grpo.WINDOW, len(steps))
+    smooth = np.convolve(reward, np.ones(window) / window, mode="valid")
     measured = [n for n in steps if "accuracy" in rows[n]]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, reward, color="#9ecae1", linewidth=1, label="sampled reward")
-    axes.plot(steps[grpo.WINDOW - 1 :], smooth, color="#08519c", label=f"sampled reward, mean of {grpo.WINDOW}")
+    axes.plot(steps[window - 1 :], smooth, color="#08519c", label=f"sampled reward, mean of {window}")
     accuracy = [*(rows[n]["accuracy"] for n in measured), accuracy_after]
     axes.plot([*measured, steps[-1]], accuracy, "o-", color="#d95f02", label="greedy accuracy, held out")
     axes.set(xlabel="commit", ylabel="share", ylim=(0, 1), title="GRPO on one-digit sums")

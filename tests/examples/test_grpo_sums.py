@@ -235,6 +235,16 @@ def test_a_rerun_step_leaves_one_row_a_commit_even_after_a_torn_line(example: An
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
+@pytest.mark.parametrize("steps", [3, 12])
+def test_the_curve_of_a_run_is_drawn_however_short_it_was(example: Any, tmp_path: Path, steps: int) -> None:
+    curve = example.curve.Curve(tmp_path, 0)
+    for n in range(example.sft.STEPS + 1, example.sft.STEPS + 1 + steps):
+        curve.add(n, {"reward": 0.5, "accuracy": 0.25})
+    figures = curve.finish(0.75)
+    assert (figures["reward_before"], figures["reward_after"], figures["accuracy_after"]) == (0.5, 0.5, 0.75)
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
 def test_the_loop_and_the_verifier_load_no_torch() -> None:
     code = "import sys, grpo_sums; grpo_sums.Verifier(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLE, capture_output=True, text=True, timeout=60)

@@ -172,6 +172,9 @@ def test_a_line_that_a_shell_reads_rightly_is_left_to_it(line: str, n: int) -> N
     assert check(JobSpec(name="j", roles=(role(line, replicas_min=n, replicas_max=n),))) == ()
 
 
+NO_USER = SimpleNamespace(run_as="")
+
+
 @pytest.mark.parametrize(
     ("line", "fields", "ranked"),
     [
@@ -187,7 +190,7 @@ def test_only_what_has_ranks_gets_the_variables_of_torchrun(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     seat: Any = SimpleNamespace(
-        role=role(line, **fields), id=InstanceId(RoleName("main"), 0), place=SimpleNamespace(job="j-1")
+        role=role(line, **fields), id=InstanceId(RoleName("main"), 0), place=SimpleNamespace(job="j-1"), spec=NO_USER
     )
     given = Setup(epoch=Epoch(1), world=1, restore=0)
     env = spmd.rank_environment(seat, given, parse_command(seat.role), 0, "", Path("/w"))
@@ -331,7 +334,7 @@ def seat_with(setup: str, home: Path) -> Any:
     place = SimpleNamespace(home=str(home), job="j-1", log_path=lambda _: str(home / "main-0.log"))
     clock = SystemClock()
     return SimpleNamespace(
-        role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0),
+        role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0, run_as=""),
         place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, marks=ProgressMarks(clock),
     )  # fmt: skip
 
@@ -411,7 +414,7 @@ def test_a_setup_command_at_its_limit_ends_with_all_it_started(tmp_path: Path, m
 
 
 def test_a_command_that_cannot_be_run_is_told_with_its_name_and_the_remedy() -> None:
-    body = CommandRunner(SimpleNamespace(role=role(("./nosuchtool", "--x"))))  # type: ignore[arg-type]
+    body = CommandRunner(SimpleNamespace(role=role(("./nosuchtool", "--x")), spec=NO_USER))  # type: ignore[arg-type]
     with pytest.raises(
         CommandFailed, match=r"'\./nosuchtool' cannot be run in .*No such file.*put it on PATH"
     ) as caught:

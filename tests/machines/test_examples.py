@@ -46,7 +46,7 @@ def written(over: Site, name: str, file: str, options: Sequence[str], count: int
         over.until(lambda: over.json("show", fills)["state"], "RUNNING")
     job = over.json("run", str(over.code / name / "job.yaml"), "-d", *options)["id"]
     ended = over.ended(job, EXAMPLE_S)
-    assert ended["state"] == "SUCCEEDED", (ended, over.rota("logs", job)[-4000:])
+    assert ended["state"] == "SUCCEEDED", "\n".join(over.rota(what, job)[-4000:] for what in ("failures", "logs"))
     assert len({one["node"] for one in ended["instances"]}) == count, ended["instances"]
     if fills:
         over.rota("stop", fills, "--yes")

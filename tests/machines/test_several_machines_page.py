@@ -49,7 +49,7 @@ def test_every_command_of_the_page_does_what_it_says() -> None:
     with bed(2, subnet=85) as (head, other):
         try:
             said = typed(head, up.replace("10.0.0.5", head.address))
-            (token,) = re.findall(r"rota_\w+", said)
+            (token,) = re.findall(r"rota_[\w-]+", said)
             assert "ROTA_TOKEN=rota_... rota join 10.0.0.5" in join
             typed(other, join.replace("rota_...", token).replace("10.0.0.5", head.address))
             head.path("/tmp/code/wide.yaml").write_text(plain(indent, job))

@@ -129,9 +129,8 @@ class ErrorCollector:
 
     def error(self) -> JobFileError:
         """The exception with everything collected, in the order of the file."""
-        return JobFileError(
-            tuple(sorted(self.problems, key=lambda p: (p.file != self.filename, p.file, p.line, p.col)))
-        )
+        ordered = sorted(self.problems, key=lambda p: (p.file != self.filename, p.file, p.line, p.col))
+        return JobFileError(tuple(ordered))
 
     def raise_if_any(self) -> None:
         """Raises JobFileError when something was collected."""

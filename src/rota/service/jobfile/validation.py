@@ -411,7 +411,7 @@ class Part(BaseModel):
         return self.makes(**self.given())
 
     @classmethod
-    def attributes(cls, value: object) -> Values:
+    def attributes(cls, value: Any) -> Values:
         """What ``value`` has of these fields, but for defaults."""
         defaults = cls.defaults()
         names = [name for name in cls.model_fields if name in defaults]

@@ -6,7 +6,7 @@ import pytest
 from cluster_makers import node
 
 from rota.cluster.core.quota import broken_rules
-from rota.spec.queue import Queue
+from rota.spec.queue import OwnedCells, Queue
 from rota.spec.resources import Res
 
 A = "A"
@@ -65,6 +65,9 @@ def queue(
             ["a b: 'a b' is not NAME/NAME/...", "a//c: 'a//c' is not NAME/NAME/...", "a//c: 'a//c' has no parent 'a/'"],
         ),
         ((Queue(path="a", weight=0),), (), ["a: 0 is not above 0"]),
+        ((Queue(path="a", min_user_percent=-5.0),), (), ["a: -5 is not between 0 and 100"]),
+        ((Queue(path="a", user_limit_factor=-1.0),), (), ["a: -1 is below 0"]),
+        ((Queue(path="a", cells=(OwnedCells(level="node", count=-3),)),), (), ["a: 'a' owns -3 of a cell, at least 1"]),
     ],
 )
 def test_promises_stay_within_the_parent_the_limit_and_the_cluster(

@@ -97,6 +97,37 @@ def test_a_request_with_the_session_reaches_the_program_without_what_belongs_to_
     run(body)
 
 
+def test_a_token_of_the_program_is_its_own_and_a_token_of_rota_stays_here() -> None:
+    async def body(_: Forwards, port: int, session: str, program: Program) -> None:
+        cookie = f"Cookie: {session}"
+        for _ in range(12):  # more than wrong tokens of one address may be
+            assert b"hello" in await ask(port, cookie, "Authorization: Bearer sk-app")
+        assert b"Bearer sk-app" in program.got[-1]
+        assert b"hello" in await ask(port, f"Authorization: Bearer {TOKEN}")
+        assert TOKEN.encode() not in program.got[-1]
+
+    run(body)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 103 Early Hints\r\nSet-Cookie: rota_session=mine\r\n\r\n", b""])
+def test_a_program_sets_no_session_of_rota_whatever_it_sends_first(head: bytes) -> None:
+    async def body(_: Forwards, port: int, session: str, __: Program) -> None:
+        answer = await ask(port, f"Cookie: {session}")
+        assert b"rota_session" not in answer and b"a=b" in answer and answer.startswith(b"HTTP/1.1 200 OK")
+
+    last = b"HTTP/1.1 200 OK\r\nSet-Cookie : rota_session=mine\r\nSet-Cookie: a=b\r\n\r\nhello"
+    run(body, Program(answer=head + last))
+
+
+def test_a_port_that_is_asked_for_twice_at_once_has_one_listener() -> None:
+    async def body(forwards: Forwards, port: int, _: str, __: Program) -> None:
+        await forwards.close()
+        first, second = await asyncio.gather(forwards.open(KEY), forwards.open(KEY))
+        assert first == second
+
+    run(body)
+
+
 def test_a_body_is_passed_on_and_nothing_after_it() -> None:
     async def body(forwards: Forwards, port: int, cookie: str, program: Program) -> None:
         second = f"GET / HTTP/1.1\r\nCookie: {cookie}\r\n\r\n".encode()

@@ -1,8 +1,9 @@
 """Run a command as the user of a tenant, in folders, memory and a process list of its own; needs root and Linux.
 
 ``python -I -S isolation.py JSON COMMAND...``: becomes the command. The JSON object has ``user`` (``name`` or
-``uid:gid``), ``home`` (hidden, but for the folders in ``shown``), ``given`` (made the user's), ``tmp`` and ``shm`` (of
-the job: its ``/tmp`` and ``/dev/shm``). What is not said stays as it is: network, devices, all other folders.
+``uid:gid``), ``home`` (hidden, but for the folders in ``shown``), ``given`` (made the user's), ``programs`` (folders
+that stay visible), ``tmp`` and ``shm`` (of the job: its ``/tmp`` and ``/dev/shm``). The variables of the command are
+those whose names begin with ``PREFIX``. What is not said stays as it is: network, devices, all other folders.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ import sys
 NEW_NS, NEW_IPC = 0x00020000, 0x08000000
 NO_NEW_PRIVS = 38
 BIND, REC, PRIVATE, NOSUID, NODEV = 0x1000, 0x4000, 1 << 18, 2, 4
+PREFIX = "ROTA_TENANT_VARIABLE_"
+"""Before the name of each variable of the command, which means nothing to the loader and to this interpreter."""
 CANNOT = 126
 """Exit status of a command that cannot be run, as of a shell."""
 _OPENED = "/proc/self/fd/{}"
@@ -34,8 +37,8 @@ def account(user: str) -> tuple[int, int, str, str]:
             found = entry.pw_uid, entry.pw_gid, entry.pw_name, entry.pw_dir
     except (KeyError, ValueError):
         raise CannotIsolate(f"run_as: this machine has no user {user!r}; name one of it, or UID:GID") from None
-    if found[0] <= 0 or found[1] < 0:
-        raise CannotIsolate(f"run_as: {user!r} is root; tenants need a user of their own")
+    if found[0] <= 0 or found[1] <= 0:
+        raise CannotIsolate(f"run_as: {user!r} is root, or of its group; tenants need a user and group of their own")
     return found
 
 
@@ -72,13 +75,14 @@ def hidden(path: str) -> str:
     return path
 
 
-def separate(home: str, shown: list[str], tmp: str, shm: str) -> None:
+def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str]) -> None:
     """Give this process folders and a process list of its own.
 
     ``home`` is empty but for what is ``shown``; so is each folder that others may not pass and that holds the
     interpreter. The workdir and the interpreter are shown where they would be hidden.
     """
-    here, programs = os.getcwd(), sorted({sys.prefix, sys.base_prefix, str(__file__).rpartition("/rota/")[0]})  # noqa: PTH109
+    here = os.getcwd()  # noqa: PTH109
+    programs = sorted({*programs, sys.base_prefix, str(__file__).rpartition("/rota/")[0]})
     masks = sorted({hidden(home), *(hidden(one) for one in programs if hidden(one) != one)})
     lost = (*masks, "/tmp")
     shown = [*shown, *(one for one in (*programs, here) if one.startswith(tuple(f"{path}/" for path in lost)))]
@@ -123,15 +127,16 @@ def main() -> None:
     try:
         uid, gid, name, folder = account(asked["user"])
         give(asked["given"], uid, gid)
-        separate(asked["home"], asked["shown"], asked["tmp"], asked["shm"])
+        separate(asked["home"], asked["shown"], asked["tmp"], asked["shm"], asked["programs"])
         become(uid, gid)
         os.umask(0o077)
-        os.environ |= {"USER": name, "LOGNAME": name, "HOME": folder, "TMPDIR": "/tmp"}
+        given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}
+        variables = given | {"USER": name, "LOGNAME": name, "HOME": folder, "TMPDIR": "/tmp"}
         try:
             os.chdir(here)
         except OSError as error:
             raise CannotIsolate(f"{here}: {error.strerror} for {name}; let it read the workdir of the job") from None
-        os.execvpe(command[0], command, os.environ)
+        os.execvpe(command[0], command, variables)
     except (CannotIsolate, OSError) as error:
         sys.stderr.write(f"rota: the command cannot run as {asked['user']}: {error}\n")
         sys.exit(CANNOT)

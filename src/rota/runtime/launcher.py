@@ -72,6 +72,8 @@ class InstanceSpec:
     limits: Limits = field(default_factory=Limits)
     packages: tuple[str, ...] = ()
     workdir: str = ""
+    imports: bool = True
+    """Whether modules of the workdir can be imported in this process."""
     log_path: str = ""
 
     @property

@@ -9,14 +9,19 @@ itself, as on a suspended machine, nothing is held against the other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 import signal
 import socket
+import stat
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rota.runtime import process
 from rota.runtime.clock import Clock, blocking_sleep
@@ -120,6 +125,7 @@ def noted(run: Path) -> dict[Path, Replaced]:
 _STACKS_S, _STOPPED_STACKS_S = 10.0, 2.0
 _ASKED_S = 0.5
 """A process writes its stacks within milliseconds; a busy machine takes longer."""
+_ASKED_BYTES_MAX = 1 << 20
 
 
 class Load:
@@ -157,14 +163,29 @@ def stacks_of(which: ProcessId) -> str:
     return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
 
 
+@contextlib.contextmanager
+def plain_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that a job wrote, open for reading. Raises OSError for a link, a pipe or a device in its place.
+
+    A job may have another user than this process, and would have it read what it may not read itself.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(opened, "rb") as file:  # noqa: PTH123 - of a descriptor
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        yield file
+
+
 def requested_stacks(which: ProcessId, file: Path) -> str:
     """Stacks that a process writes to ``file`` at SIGUSR1; empty when it does not listen to that. Blocks a second."""
-    if not file.exists():
+    try:
+        with plain_file(file) as opened:
+            opened.seek(0, os.SEEK_END)
+            if process.send_signal(which, signal.SIGUSR1):
+                blocking_sleep(_ASKED_S)
+            return opened.read(_ASKED_BYTES_MAX).decode(errors="replace")
+    except OSError:
         return ""
-    before = file.stat().st_size
-    if process.send_signal(which, signal.SIGUSR1):
-        blocking_sleep(_ASKED_S)
-    return file.read_text()[before:]
 
 
 def probe_process(which: ProcessId) -> str:

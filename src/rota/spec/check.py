@@ -83,9 +83,18 @@ def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
     return (Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED"),)
 
 
+ACTED_ON = ("LD_", "GLIBC_", "MALLOC_", "GCONV_", "PYTHON", "RAY_", "ROTA_")
+"""Beginnings of names of variables on which the loader, an interpreter or a process of the service acts."""
+
+
 def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
     """What of a job whose commands run as a user of their own would run as the service does: root."""
     why = f"jobs of queue {spec.queue} run as {spec.run_as}"
+    for index, name in enumerate(spec.secrets):
+        if name.startswith(ACTED_ON) or name in ("PATH", "IFS", "ENV", "BASH_ENV", "TMPDIR"):
+            message = f"{why}, and {name} would act on the process of the service that opens it"
+            hint = "store the secret under another name, and set the variable in the command"
+            yield Finding(path=("secrets", index), message=message, hint=hint, code="NOT_SUPPORTED")
     for role in spec.roles:
         at: Path = ("roles", role.name)
         if role.run is None:

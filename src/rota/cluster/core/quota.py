@@ -348,6 +348,12 @@ def _alone(queue: Queue, types: set[str] | None) -> Iterator[tuple[str, dict[str
         yield "path", {"message": f"{queue.path!r} is not NAME/NAME/...", "hint": "letters, digits, '-', '_' and '.'"}
     if not queue.weight > 0:
         yield "weight", {"message": f"{queue.weight} is not above 0"}
+    if queue.min_user_percent is not None and not 0 <= queue.min_user_percent <= 100:
+        yield "min_user_percent", {"message": f"{queue.min_user_percent:g} is not between 0 and 100"}
+    if queue.user_limit_factor is not None and not queue.user_limit_factor >= 0:
+        yield "user_limit_factor", {"message": f"{queue.user_limit_factor:g} is below 0"}
+    if any(one.count < 1 for one in queue.cells):
+        yield "cells", {"message": f"{queue.path!r} owns {min(one.count for one in queue.cells)} of a cell, at least 1"}
     most = _amounts(queue.limit)
     for kind, value in _amounts(queue.guaranteed).items():
         if value > most.get(kind, value):

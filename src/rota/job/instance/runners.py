@@ -160,8 +160,12 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
     work = dirs.work / f"{config.id.role}-{config.id.rank}"
     output = Path(config.spec.output) if config.spec.output else dirs.output
     checkpoints = Path(checkpoint_dir(config.spec, config.place))
-    for path in (work, output, checkpoints):
-        path.mkdir(parents=True, exist_ok=True)
+    named = (
+        (config.spec.output, config.spec.checkpoint and config.spec.checkpoint.dir) if config.spec.run_as else ("", "")
+    )
+    for path, by_tenant in ((work, ""), (output, named[0]), (checkpoints, named[1])):
+        if not by_tenant:  # what a tenant names must be there, and be its user's
+            path.mkdir(parents=True, exist_ok=True)
     mesh = config.role.mesh or ((("rank", setup.world),) if setup.world > 1 else ())
     return InstanceContext(
         job=config.place.job,

@@ -22,10 +22,9 @@ from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet,
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
-from rota.runtime.environ import get, snapshot
 from rota.runtime.output import tail_lines
 from rota.runtime.packages import interpreter
-from rota.runtime.probe import requested_stacks, stacks_of
+from rota.runtime.probe import plain_file, requested_stacks, stacks_of
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
@@ -36,6 +35,7 @@ SETUP_MAX_S = 1800.0
 DISSOLVE_GRACE_S = 5.0
 PROGRESS_POLL_S = 0.5
 ERROR_TEXT_MAX = 20_000
+ERROR_FILE_BYTES_MAX = 1 << 20
 WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr in the report of a failed command, and lines of the log in which they are looked for."""
 WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
@@ -170,10 +170,11 @@ def rank_environment(
         given["ROTA_PLAN"] = plan
     if address:
         given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    path = f"{Path(interpreter()).parent}:{get('PATH', '/usr/bin:/bin')}"
+    there = tenant.variables(config)
+    path = f"{Path(interpreter()).parent}:{there.get('PATH', '/usr/bin:/bin')}"
     # What the job file gives wins over the contract, save for the ranks themselves.
     role_env = {name: value for name, value in config.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
-    found = {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
+    found = {**there, "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
     return tenant.environment(found, config, given) if config.spec.run_as else found
 
 
@@ -372,8 +373,11 @@ def first_error(files: Path) -> tuple[str, str] | None:
     found: list[tuple[float, str, str]] = []
     for path in files.glob("error-*.json"):
         try:
-            raw = json.loads(path.read_text())
+            with plain_file(path) as file:
+                raw = json.loads(file.read(ERROR_FILE_BYTES_MAX))
         except (OSError, ValueError):
+            continue
+        if not isinstance(raw, dict):
             continue
         message = raw.get("message", raw)
         extra: Mapping[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -395,7 +399,8 @@ def _newest_s(folder: Path) -> float:
 
 def _marks(path: Path) -> RankMarks:
     try:
-        steps, entered, activity, inside = path.read_text().split(" ")
+        with plain_file(path) as file:
+            steps, entered, activity, inside = file.read(ERROR_FILE_BYTES_MAX).decode().split(" ")
         return RankMarks(steps=float(steps), entered=int(entered), activity=int(activity), inside=inside)
     except (OSError, ValueError):
         return RankMarks()
@@ -438,7 +443,7 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
 
 def setup_environment(config: InstanceConfig) -> dict[str, str] | None:
     """Variables of a command beside the ranks; None: those of this process."""
-    return tenant.environment(snapshot(), config) if config.spec.run_as else None
+    return tenant.environment(tenant.variables(config), config) if config.spec.run_as else None
 
 
 async def run_setup(config: InstanceConfig) -> None:
@@ -464,4 +469,4 @@ async def run_setup(config: InstanceConfig) -> None:
         text = f"setup ended with status {status}: {config.role.setup}"
         words = await last_words(config, since)
         raise CommandFailed(text, reason=Reason.ENV_SETUP_FAILED, traceback_text="\n".join(words))
-    done.touch()
+    os.close(os.open(done, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # never through a link that it left there

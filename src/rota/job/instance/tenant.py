@@ -17,7 +17,7 @@ from pathlib import Path
 from rota.job.instance.runners import InstanceConfig
 from rota.job.rpc.peers import checkpoint_dir
 from rota.runtime import isolation
-from rota.runtime.environ import PRIVATE_DIR, REDIS_URL, Home
+from rota.runtime.environ import PRIVATE_DIR, REDIS_URL, Home, snapshot
 from rota.runtime.process import try_lock
 
 SHM_PREFIX = "/dev/shm/rota-tenant-"
@@ -35,24 +35,40 @@ def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[
     home, job = Home.of(config.place.home), config.place.job
     dirs = home.job(job)
     work = dirs.work / f"{config.id.role}-{config.id.rank}"
-    checkpoints = Path(checkpoint_dir(config.spec, config.place))
-    own = [path for path in (dirs.output, work, checkpoints, *given) if path.is_relative_to(home.root)]
+    own = [dirs.output, work]  # not what the job names: a folder of another one could become the user's
+    if Path(checkpoint_dir(config.spec, config.place)) == home.root / "checkpoints" / job:
+        own.append(home.root / "checkpoints" / job)
     asked = {
         "user": config.spec.run_as,
         "home": str(home.root.resolve()),
-        "given": [str(path) for path in own if path.is_dir()],
-        "shown": [str(path) for path in (dirs.output, work, checkpoints) if path in own and path.is_dir()],
+        "programs": [sys.prefix],
+        "given": [str(path) for path in (*own, *given) if path.is_dir()],
+        "shown": [str(path) for path in own if path.is_dir()],
         "tmp": str(_shared(dirs.root / "tmp")),
         "shm": str(_shared(Path(SHM_PREFIX + job))),
     }
     return (sys.executable, "-I", "-S", isolation.__file__, json.dumps(asked), *argv)
 
 
+def variables(config: InstanceConfig) -> dict[str, str]:
+    """The variables of this process, with those of the job, which a process that starts tenants does not have."""
+    return {**snapshot(), **(own_variables(config) if config.spec.run_as else {})}
+
+
+def own_variables(config: InstanceConfig) -> dict[str, str]:
+    """What the job file sets."""
+    return {**dict(config.spec.env), **dict(config.role.env)}
+
+
 def environment(found: Mapping[str, str], config: InstanceConfig, given: Collection[str] = ()) -> dict[str, str]:
-    """Of the variables what is the job's, and what programs need: none that the service was started with."""
-    own = {*given, *dict(config.spec.env), *dict(config.role.env), *config.spec.secrets}
-    return {
-        name: value
+    """The variables under which ``isolation`` starts: those of the command under other names, and nothing else.
+
+    The command has what is the job's, and what programs need (``_KEPT``). Under their own names the loader and the
+    interpreter would act on them before the user is changed.
+    """
+    own = {*given, *own_variables(config), *config.spec.secrets}
+    return {"PATH": os.defpath} | {
+        isolation.PREFIX + name: value
         for name, value in found.items()
         if name in own or name in _KEPT or (name.startswith(_KEPT_PREFIXES) and name != REDIS_URL)
     }

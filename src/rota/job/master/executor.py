@@ -363,9 +363,9 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
     """The process of one instance: what it runs, with which environment, where."""
     role = spec.role(command.instance.role)
     dirs = Home.of(place.home).job(place.job)
+    own = {} if spec.run_as else {**dict(spec.env), **dict(role.env)}  # of a tenant: set as its user, by tenant.py
     env = {
-        **dict(spec.env),
-        **dict(role.env),
+        **own,
         "ROTA_HOME": place.home,
         "ROTA_JOB": place.job,
         "ROTA_ROLE": role.name,
@@ -402,6 +402,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         limits=role.limits,
         packages=spec.packages_of(role),
         workdir=place.workdir,
+        imports=spec.run_as is None,
         log_path=place.log_path(command.instance),
     )
 

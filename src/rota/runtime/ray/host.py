@@ -65,6 +65,7 @@ class Boot:
     devices: tuple[int, ...] = ()
     cpus: float = 0.0
     workdir: str = ""
+    imports: bool = True
     log_path: str = ""
     label: str = "0/0"
     node: str = ""
@@ -261,7 +262,7 @@ def prepare(boot: Boot) -> Boot:
     if boot.packages:
         home = Home.of(boot.env[environ.HOME])
         packages.activate(packages.build(home, boot.packages, boot.workdir, boot.env, print))
-    if boot.workdir:
+    if boot.workdir and boot.imports:
         sys.path.insert(0, boot.workdir)
     enforce(boot)
     return boot

@@ -165,6 +165,7 @@ class RayLauncher:
             devices=spec.devices,
             cpus=spec.res.cpus,
             workdir=spec.workdir,
+            imports=spec.imports,
             log_path=spec.log_path,
             label=f"{attempt}/{spec.epoch}",
             node=spec.node,

@@ -2,6 +2,7 @@
 
 A port has a listener of its own, so it is another origin than the page: its scripts cannot read what the service
 answers. The session cookie and tokens of Rota stay here. One request a connection, except where it is upgraded.
+Cookies know no ports: what the program of one job sets, the browser also sends to those of others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEAD_BYTES_MAX, HEAD_S = 65_536, 10.0
 CONNECT_S = 5.0
 CHUNK_BYTES = 65_536
 _CSS = "font-family:sans-serif;max-width:40em;margin:4em auto"
-_OWN_COOKIE = re.compile(rf"^set-cookie:\s*{COOKIE}=", re.IGNORECASE)
+_TOKEN = re.compile(r"\brota_[0-9a-z]+_")
 
 Key = tuple[JobId, str, str]
 """Job, instance, name of the port."""
@@ -51,7 +52,7 @@ class Head:
 
     def get(self, name: str) -> str:
         """All values of a header, joined; empty without one."""
-        values = [line.partition(":")[2].strip() for line in self.lines if _name(line) == name]
+        values = [_value(line) for line in self.lines if _name(line) == name]
         return ("; " if name == "cookie" else ", ").join(values)
 
     @property
@@ -59,10 +60,16 @@ class Head:
         """True for a request such as that of a WebSocket."""
         return "upgrade" in self.get("connection").lower()
 
+    @property
+    def interim(self) -> bool:
+        """True for an answer that another one follows; 101 is the last one of HTTP."""
+        status = self.first.split(" ")[1]
+        return status.startswith("1") and status != "101"
+
     def sent_on(self) -> bytes:
         """The request for the program of the job: without what belongs to Rota, to be answered and closed."""
         kept = [line for line in self.lines if _name(line) not in ("cookie", "connection", "keep-alive")]
-        kept = [line for line in kept if not (_name(line) == "authorization" and "rota_" in line)]
+        kept = [line for line in kept if not (_name(line) == "authorization" and _TOKEN.search(line))]
         others = [one for one in self.get("cookie").split("; ") if one and one.partition("=")[0] != COOKIE]
         kept += [f"Cookie: {'; '.join(others)}"] if others else []
         kept += ["Connection: Upgrade" if self.upgrades else "Connection: close"]
@@ -70,7 +77,8 @@ class Head:
 
     def sent_back(self) -> bytes:
         """The answer for the browser: the program sets no session of Rota."""
-        kept = [line for line in self.lines if not _OWN_COOKIE.match(line)]
+        own = f"{COOKIE}="
+        kept = [line for line in self.lines if _name(line) != "set-cookie" or not _value(line).startswith(own)]
         return "\r\n".join((self.first, *kept, "", "")).encode("latin-1")
 
     def asked(self, address: str) -> AuthRequest:
@@ -78,7 +86,9 @@ class Head:
 
         Raises NotAllowed for what a page elsewhere makes a browser send.
         """
-        headers = {_name(line): line.partition(":")[2].strip() for line in self.lines}
+        headers = {_name(line): _value(line) for line in self.lines}
+        if not _TOKEN.search(headers.get("authorization", "")):
+            headers.pop("authorization", None)  # it is for the program
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
             raise NotAllowed("a page elsewhere may not ask this port")
         cookie = ""
@@ -90,6 +100,10 @@ class Head:
 
 def _name(line: str) -> str:
     return line.partition(":")[0].strip().lower()
+
+
+def _value(line: str) -> str:
+    return line.partition(":")[2].strip()
 
 
 @dataclass(slots=True)
@@ -121,12 +135,17 @@ class Forwards:
     may: Callable[[Caller, JobId], object]
     find: Callable[[Key], Awaitable[str]]
     open_ports: dict[Key, Forward] = field(default_factory=dict[Key, Forward])
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def open(self, key: Key) -> int:
         """The port of this machine that leads there, opened now or before.
 
         Raises LimitExceeded, NotReachable, or what ``find`` raises.
         """
+        async with self._opening:
+            return await self._opened(key)
+
+    async def _opened(self, key: Key) -> int:
         target = await self.find(key)
         if (known := self.open_ports.get(key)) is not None:
             known.target, known.used_s = target, self.clock.monotonic_s()
@@ -233,7 +252,10 @@ class Forwards:
         program[1].write(head.sent_on())
         sending = asyncio.create_task(up(), name="port, up")
         try:
-            browser[1].write(Head.of(await program[0].readuntil(b"\r\n\r\n")).sent_back())
+            answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
+            while answer.interim:
+                answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
+            browser[1].write(answer.sent_back())
             while data := await program[0].read(CHUNK_BYTES):
                 browser[1].write(data)
                 await browser[1].drain()

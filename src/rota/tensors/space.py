@@ -83,8 +83,8 @@ class Space:
                     raise
             try:
                 self.rejoin()
-            except RegistryUnavailable:  # killed again while it was joined, or not there yet
-                if attempt == _RETRIES_MAX - 1:
+            except RegistryUnavailable:  # killed again while it was joined, unless it was ended on purpose
+                if attempt == _RETRIES_MAX - 1 or not self.folder.exists():
                     raise
             if attempt:
                 blocking_sleep(_RETRY_S * attempt)

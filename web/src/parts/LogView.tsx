@@ -88,11 +88,14 @@ export function LogView({ job, instances, wanted, change }: Props) {
   const [find, setFind] = useState(wanted.find);
   const [follow, setFollow] = useState(!wanted.at);
   useEffect(() => setFind(wanted.find), [wanted.find]);
+  const latest = useRef(change);
+  latest.current = change;
   useEffect(() => {
     if (find === wanted.find) return;
-    const timer = setTimeout(() => change({ find, at: "" }), FIND_PAUSE_MS);
+    // Not anew with each line that comes: where output never pauses, the search would never begin.
+    const timer = setTimeout(() => latest.current({ find, at: "" }), FIND_PAUSE_MS);
     return () => clearTimeout(timer);
-  });
+  }, [find, wanted.find]);
   const pane = useRef<HTMLDivElement>(null);
   const rows = useVirtualizer({ count: shown.length, getScrollElement: () => pane.current, estimateSize: () => LINE_HEIGHT, overscan: 30 });
   const jump = (line: LogLine) => {

@@ -119,6 +119,7 @@ def test_kill_9_of_the_master_replaces_no_instance(engine, moment: str) -> None:
 def test_an_operation_that_raises_once_costs_one_recovery_and_no_result(engine) -> None:
     async def body(run: Run) -> None:
         (run.output / "raise-once").touch()
+        await run.until(lambda: run.events(FailoverStarted))  # the loop paused: it cannot end before the loss is told
         await succeed(run)
         lost = run.events(InstanceLost)
         assert [(one.reason, one.alive) for one in lost] == [(Reason.USER_ERROR, True)]

@@ -37,6 +37,7 @@ async def kill(run: Run) -> None:
 
 async def raises(run: Run) -> None:
     (run.output / "raise-once").touch()
+    await run.until(lambda: run.events(FailoverStarted))
     await success(run)
 
 

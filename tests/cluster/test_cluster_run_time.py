@@ -99,7 +99,7 @@ def test_a_job_that_says_how_many_commits_it_makes_is_expected_by_its_own_speed(
     apply(s, JobSaved(job=one.id, n=1), 60.0)  # what it took to start is not counted
     apply(s, JobSaved(job=one.id, n=11), 80.0)
     row = s.jobs[one.id]
-    assert (row.told_s, s.ends) == (80.0 + 89 * 2.0, [(258.0, "j")])
+    assert (row.reported_s, s.ends) == (80.0 + 89 * 2.0, [(258.0, "j")])
     apply(s, JobSaved(job=one.id, n=1), 90.0)
     assert s.jobs[one.id].pace == (1, 90.0), "it went back to its first: measured anew"
     step(s, JobArrived(ask=ask("next", at=91.0, est_s=5.0)), get_profile("default"), 91.0)
@@ -124,7 +124,7 @@ def test_a_job_that_is_expected_to_be_over_in_time_passes_before_a_reservation()
         step(s, JobArrived(ask=ask("runs", est_s=1000.0, user="bob")), profile, 0.0)
         held = s.jobs[JobId("runs")]
         with s.txn() as txn:
-            s.put(txn, held.__class__(**{**{k: getattr(held, k) for k in held.__slots__}, "told_s": 1000.0}))
+            s.put(txn, held.__class__(**{**{k: getattr(held, k) for k in held.__slots__}, "reported_s": 1000.0}))
             txn.keep()
         step(s, JobArrived(ask=ask("gang", slot(2), at=1.0, est_s=10.0)), profile, 1.0)
         step(s, JobArrived(ask=ask("small", at=2.0, est_s=5000.0, user="ada")), profile, 2.0)
@@ -144,29 +144,29 @@ def trace(limits: tuple[float, float]) -> list[SimJob]:
 @pytest.mark.parametrize("limits", [(2.0, 10.0), (1.0, 1.0)])
 def test_estimates_are_close_and_say_how_sure_they_are(limits: tuple[float, float]) -> None:
     """Jobs that ask 2 to 10 times what they take; ``benchmarks/scheduling.py estimates`` measures it on traces."""
-    told: dict[JobId, tuple[float, Estimate]] = {}
+    shown: dict[JobId, tuple[float, Estimate]] = {}
     profile, jobs = get_profile("fifo"), trace(limits)
 
     def look() -> None:
         for _, job in sorted(entry for line in run.state.lines.values() for entry in line):
-            if job not in told and int(job[1:]) % 10 == 9 and int(job[1:]) > 40 and run.state.jobs[job].wait:
+            if job not in shown and int(job[1:]) % 10 == 9 and int(job[1:]) > 40 and run.state.jobs[job].wait:
                 estimates = Forecast(run.state, profile, run.now, until=job, wall_max_s=60.0).play(SystemClock())
-                told[job] = (run.now, estimates.of(job))
+                shown[job] = (run.now, estimates.of(job))
 
     run = Simulation(state(node("n", 8)), profile, jobs, SystemClock(), between_passes=look)
     runs = run.run().runs
     waits = errors = inside = 0.0
-    for job, (at, one) in told.items():
+    for job, (at, one) in shown.items():
         start = runs[job].first_start_s
         assert start is not None and one.p10 is not None and one.p50 is not None and one.p90 is not None
         waits, errors = waits + start - at, errors + abs(one.p50 - start)
         inside += one.p10 - 1 <= start <= one.p90 + 1
         assert limits[0] > 1 or (one.p10, one.p90) == (one.p50, one.p50), "nothing is uncertain"
-    assert len(told) >= 5 and errors <= (0.5 if limits[0] > 1 else 1e-9) * waits
-    assert inside >= 0.8 * len(told)
+    assert len(shown) >= 5 and errors <= (0.5 if limits[0] > 1 else 1e-9) * waits
+    assert inside >= 0.8 * len(shown)
 
 
-def test_a_start_that_is_not_reached_in_time_is_told_by_the_work_before_it() -> None:
+def test_a_start_that_is_not_reached_in_time_is_estimated_from_the_work_before_it() -> None:
     s = state(node("n", 1))
     for i in range(EVIDENCE):
         step(s, JobArrived(ask=ask(f"j{i}", at=float(i), est_s=100.0)), get_profile("fifo"), float(i))
@@ -174,7 +174,7 @@ def test_a_start_that_is_not_reached_in_time_is_told_by_the_work_before_it() -> 
     assert [found.of(JobId(f"j{i}")).p50 for i in range(1, EVIDENCE)] == [100.0 * i for i in range(1, EVIDENCE)]
 
 
-def test_a_paused_job_is_told_no_start() -> None:
+def test_a_paused_job_has_no_estimated_start() -> None:
     s = state(node("n", 1))
     step(s, Tick(), get_profile("fifo"), 0.0)
     for i in range(2):

@@ -10,8 +10,20 @@ from typing import cast
 
 from rota.cluster.core import admission, events, explain
 from rota.cluster.core.choice import choices_of
+from rota.cluster.core.grants import (
+    LEFT,
+    Place,
+    ask_of_gang,
+    bundles_of,
+    divided,
+    held_at,
+    home_in,
+    missing_of,
+    placement_of,
+    row_of,
+)
 from rota.cluster.core.guarded import guarded, overdrawn, violations
-from rota.cluster.core.jobs import Allocation, Allocations, Choice, JobAsk, Wait, ask_of, compile_shape
+from rota.cluster.core.jobs import Allocations, Choice, JobAsk, Wait, ask_of, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
@@ -42,7 +54,7 @@ from rota.spec.events import (
     Record,
     StopAsked,
 )
-from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant, Placement
+from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
 from rota.spec.queue import Queue
@@ -50,7 +62,6 @@ from rota.spec.reasons import Reason, final_state
 from rota.spec.resources import Health, Node, Res
 from rota.spec.states import JobState
 
-_Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
 IDLE_WAIT_S_MAX = 1.0
 """Maximum time that work of another thread is held back; decisions are far shorter."""
@@ -69,11 +80,11 @@ class _Known:
     """Gangs beside those of the admission, asked for or held; each is a row of its own in the state."""
     attempts: int = 0
     epoch: int = 0
-    own: tuple[_Place, ...] = ()
+    own: tuple[Place, ...] = ()
     """What the row of the job itself holds: the gangs of the admission, or those that took their place."""
     bundles: int = 0
     """Bundles of the admission; ``own`` has fewer while a gang is released and its replacement is not granted."""
-    beside: tuple[_Place, ...] = ()
+    beside: tuple[Place, ...] = ()
     """What was granted of ``asks``."""
     arrived: frozenset[InstanceId] = frozenset()
     """Members that started in a place beside the admission."""
@@ -127,8 +138,10 @@ class Scheduler:
         """Jobs that ended without success, for those that are submitted after them."""
         self._dependents: dict[JobId, dict[JobId, None]] = {}
         """Jobs that start after one that has not ended."""
-        self._doomed: dict[JobId, None] = {}
+        self._never_satisfied: dict[JobId, None] = {}
         """Jobs that can never start, as one that had to succeed before did not."""
+        self._misplaced: dict[JobId, tuple[NodeId, ...]] = {}
+        """Jobs that were admitted to nodes which were lost by then, and these nodes."""
         self._asked_to_leave: dict[tuple[NodeId, JobId], float] = {}
         """Jobs that were asked to leave, and until when."""
         self._empties = admission.EmptyTwins()
@@ -174,7 +187,7 @@ class Scheduler:
                 self._jobs[job] = _Known(spec=spec, user=user, requests=self._requests_of(spec), queued_at=at)
                 for one in spec.after:
                     self._dependents.setdefault(JobId(one.job), {})[job] = None
-                self._doom(job, spec)
+                self._check_dependencies(job, spec)
             case JobQueued(spec=spec) if known is not None:
                 self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
                 self._happened(events.JobPaused(job=job, paused=False), at)
@@ -184,16 +197,16 @@ class Scheduler:
                 requests = self._requests_of(started_spec(known.spec, starts))
                 own = tuple((request, placement.gang(request.gang)) for request in requests)
                 epoch = int(event.epoch)
-                known = replace(known, attempts=event.attempt, epoch=epoch, own=own, bundles=_bundles_of(own))
+                known = replace(known, attempts=event.attempt, epoch=epoch, own=own, bundles=bundles_of(own))
                 self._jobs[job] = replace(known, arrived=frozenset(), gone=frozenset())
-                choice = self._choice(job, starts, requests)
-                self._happened(events.JobHolds(job=job, held=self._held(own), choice=choice), at)
+                self._hold(job, own, self._choice(job, starts, requests), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._happened(events.ReasonGiven(job=job, wait=wait), at)
             case PreemptAsked(gang=str(gang)):
                 self._happened(events.StopRequested(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
+                self._misplaced.pop(job, None)
                 self._happened(events.StopRequested(job=job), at)
                 self._forget_waiting(job, known, at)
                 if reason is Reason.PAUSED:
@@ -219,13 +232,14 @@ class Scheduler:
                 else:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
+                self._misplaced.pop(job, None)
                 self._happened(events.StopRequested(job=job), at)
                 self._forget_waiting(job, known, at)
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)
                 self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
-                if known is not None and _bundles_of(known.own) != known.bundles:
+                if known is not None and bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed(n=n) | CheckpointSaved(n=n):
@@ -234,7 +248,7 @@ class Scheduler:
             case JobEnded():
                 self._forget_all(job, known, at)
                 self._jobs.pop(job, None)
-                self._doomed.pop(job, None)
+                self._never_satisfied.pop(job, None)
                 self._happened(events.JobGone(job=job), at)
                 self._release_dependents(job, event, at)
             case _:
@@ -253,12 +267,12 @@ class Scheduler:
             self._unsuccessful[job] = ended
         for other in self._dependents.pop(job, ()):
             if (waiting := self._jobs.get(other)) is not None:
-                self._doom(other, waiting.spec)
+                self._check_dependencies(other, waiting.spec)
                 self._learn(other, waiting, at)
 
-    def _doom(self, job: JobId, spec: JobSpec) -> None:
+    def _check_dependencies(self, job: JobId, spec: JobSpec) -> None:
         if any(self._failed(one) for one in spec.after):
-            self._doomed[job] = None
+            self._never_satisfied[job] = None
 
     def _after(self, spec: JobSpec) -> tuple[JobId, ...]:
         """The jobs that have not ended as a job asks in its ``after``."""
@@ -268,10 +282,10 @@ class Scheduler:
         """How a job ended that had to succeed and did not."""
         return self._unsuccessful.get(JobId(after.job)) if after.when == "succeeded" else None
 
-    def _ends_of_doomed(self) -> list[tuple[JobId, Event]]:
+    def _ends_of_never_satisfied(self) -> list[tuple[JobId, Event]]:
         """Ends of jobs that can never start, as one that had to succeed before did not."""
         ends: list[tuple[JobId, Event]] = []
-        for job in self._doomed:
+        for job in self._never_satisfied:
             name, failed = next((one.job, end) for one in self._jobs[job].spec.after if (end := self._failed(one)))
             text = f"{name} had to succeed first; it ended as {failed.state} ({failed.reason})"
             reason = Reason.DEPENDENCY_FAILED
@@ -292,7 +306,7 @@ class Scheduler:
         if row in self.state.jobs:
             return
         self._jobs[job] = replace(known, asks=(*known.asks, request))
-        ask = _ask_of_gang(job, known, request)
+        ask = ask_of_gang(job, known.spec, request, user=known.user, queued_at=known.queued_at)
         spare = self._can_spare(job, event.request.gang)
         ask = replace(ask, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
         self._happened(events.JobArrived(ask=ask), known.queued_at)
@@ -310,9 +324,10 @@ class Scheduler:
         for node in self._left.pop(row, ()):
             self._suspect(node, f"{job} left it after its processes died there")
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
+        if not self._hold(row, (place,), None, at):
+            return  # its master finds no node there, and gives the gang back
         self._jobs[job] = replace(known, beside=(*known.beside, place))
-        self._happened(events.JobHolds(job=row, held=self._held((place,))), at)
-        if _bundles_of(known.own) < known.bundles:
+        if bundles_of(known.own) < known.bundles:
             self._settle(job, self._jobs[job], known.own, at)
 
     def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
@@ -341,6 +356,7 @@ class Scheduler:
 
     def _forget_all(self, job: JobId, known: _Known | None, at: float) -> None:
         """An attempt is over: its gangs and the moves that it was asked for."""
+        self._misplaced.pop(job, None)
         self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
         self._forget(job, known, lambda request: True, at)
 
@@ -360,10 +376,26 @@ class Scheduler:
             self._jobs[job] = replace(known, own=own)
             self._hold_own(job, at)
 
-    def _settle(self, job: JobId, known: _Known, own: tuple[_Place, ...], at: float) -> bool:
+    def _hold(self, row: JobId, places: tuple[Place, ...], choice: Choice | None, at: float) -> bool:
+        """A row holds these places; of those with a lost or removed node only what is there, until it gives it back.
+
+        A decision may reach the log after the loss of a node that it counted on. A job that was admitted so cannot run:
+        it is asked to stop.
+        """
+        held, missing = held_at(self.state, places), missing_of(self.state, places)
+        if held:
+            self._happened(events.JobHolds(job=row, held=held, choice=choice), at)
+        if missing:
+            stop = events.StopRequested(job=row) if held else events.JobPaused(job=row, paused=True)
+            self._happened(stop, at)
+            if row in self._jobs:
+                self._misplaced[row] = missing
+        return not missing
+
+    def _settle(self, job: JobId, known: _Known, own: tuple[Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""
-        have = _bundles_of(own)
-        instead: list[_Place] = []
+        have = bundles_of(own)
+        instead: list[Place] = []
         for place in sorted(known.beside, key=lambda place: self._can_spare(job, place[0].gang)):
             if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= known.bundles:
                 instead.append(place)
@@ -382,14 +414,15 @@ class Scheduler:
         if not known.own:
             self._happened(events.JobPaused(job=job, paused=True), at)
             return
-        row, bundles, choice = self.state.jobs[job], _bundles_of(known.own), None
+        row, bundles, choice = self.state.jobs[job], bundles_of(known.own), None
         if row.ask.choices:
             choice = Choice(shape=compile_shape(tuple(request for request, _ in known.own)))
         elif len(row.ask.shape.slots) != bundles:
             requests = known.requests if bundles == known.bundles else tuple(request for request, _ in known.own)
             ask = replace(row.ask, shape=compile_shape(requests))
             self._happened(events.JobArrived(ask=ask), at)
-        self._happened(events.JobHolds(job=job, held=self._held(known.own), choice=choice), at)
+        held = held_at(self.state, known.own)
+        self._happened(events.JobHolds(job=job, held=held, choice=choice), at)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
         """A member that moved has left its first place, though others of its gang run on: no device is held there.
@@ -398,7 +431,7 @@ class Scheduler:
         The engine gives the cores of a reservation back as a whole, so they stay held until the gang is released.
         """
         places = [place for place in known.beside if self._holds(row_of(job, place[0].gang))]
-        move = next((place for place in reversed(places) if _home_in(place, member) == node), None)
+        move = next((place for place in reversed(places) if home_in(place, member) == node), None)
         if move is None or self.state.jobs[job].phase != "running":
             return
         known = self._jobs[job] = replace(known, arrived=known.arrived | {member})
@@ -408,8 +441,8 @@ class Scheduler:
         movers = {one for members in moved for one in members}
         if not (moved.keys() <= homes | admitted and movers <= known.arrived):
             return
-        own = [one for place in known.own for one in _divided(place, move[0].gang, moved)]
-        own += [one for one in _divided(move, move[0].gang, {}) if one[0].bundles[0].members not in homes]
+        own = [one for place in known.own for one in divided(place, move[0].gang, moved)]
+        own += [one for one in divided(move, move[0].gang, {}) if one[0].bundles[0].members not in homes]
         self._jobs[job] = replace(known, own=tuple(own), arrived=known.arrived - movers)
         self._forget(job, self._jobs[job], lambda request: request is move[0], at)
         self._hold_own(job, at)
@@ -427,10 +460,10 @@ class Scheduler:
         asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
         request = GangRequest(gang=gang, bundles=tuple(asks))
         bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
-        ask = _ask_of_gang(job, known, request)
+        ask = ask_of_gang(job, known.spec, request, user=known.user, queued_at=known.queued_at)
         self._jobs[job] = replace(known, asks=(*known.asks, request), left={**known.left, gang: gangs})
         self._happened(events.JobArrived(ask=ask), known.queued_at)
-        held = self._held(((request, Grant(gang=gang, bundles=bundles)),))
+        held = held_at(self.state, ((request, Grant(gang=gang, bundles=bundles)),))
         self._happened(events.JobHolds(job=row_of(job, gang), held=held), at)
 
     def _free_cores(self, job: JobId, known: _Known, gang: GangId, at: float) -> _Known:
@@ -512,7 +545,8 @@ class Scheduler:
             self._rebuild(now)
         for row in overdrawn(self.state):
             self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
-        events = self._ends_of_doomed()
+        events = self._ends_of_never_satisfied()
+        events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
         wake: list[float] = []
         decisions, refused = guarded(self.state, self.profile, now)
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
@@ -521,12 +555,12 @@ class Scheduler:
                 wake.append(decision.at)
                 continue
             job, gang = self._key_of(decision.job)
-            if job in self._doomed:
+            if job in self._never_satisfied:
                 continue
             match decision:
                 case Admit(held=held) if gang is not None:
                     request = next(one for one in self._jobs[job].asks if one.gang == gang)
-                    bundles = self._placement((request,), held).gangs[0].bundles
+                    bundles = placement_of(self.state, (request,), held).gangs[0].bundles
                     events.append((job, GangGranted(gang=gang, bundles=bundles)))
                 case WaitOn(wait=wait) if gang is not None:
                     events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
@@ -552,7 +586,7 @@ class Scheduler:
 
     def _admitted(self, job: JobId, held: Allocations, choice: Choice | None, why: dict[str, object]) -> JobAdmitted:
         known, starts = self._jobs[job], choice.starts if choice is not None else ()
-        placement = self._placement(self._requests_of(started_spec(known.spec, starts)), held)
+        placement = placement_of(self.state, self._requests_of(started_spec(known.spec, starts)), held)
         attempt, epoch = known.attempts + 1, Epoch(known.epoch + 1)
         return JobAdmitted(attempt=attempt, epoch=epoch, placement=placement, starts=starts, why=why)
 
@@ -621,73 +655,6 @@ class Scheduler:
     def _ask_of(self, job: JobId, spec: JobSpec, user: str, queued_at: float) -> JobAsk:
         ask = ask_of(job, spec, self._requests_of(spec), user=user, queued_at=queued_at)
         return replace(ask, after=self._after(spec), choices=choices_of(spec, self._requests_of))
-
-    # -- placements as values ----------------------------------------------------------------------------------------
-
-    def _placement(self, requests: tuple[GangRequest, ...], held: Allocations) -> Placement:
-        """Holdings in slot order as grants of the gangs they belong to."""
-        rest = iter(held)
-        return Placement(
-            gangs=tuple(
-                Grant(
-                    gang=request.gang,
-                    bundles=tuple(self._grant(bundle.index, bundle.res, next(rest)) for bundle in request.bundles),
-                )
-                for request in requests
-            )
-        )
-
-    def _grant(self, index: int, res: Res, held: Allocation) -> BundleGrant:
-        node = self.state.nodes[held.node]
-        devices = tuple(int(self.state.dev_index[d]) for d in held.devices)
-        return BundleGrant(index=index, node=node.id, host=node.host, devices=devices, res=res)
-
-    def _held(self, places: tuple[_Place, ...]) -> Allocations:
-        """Inverse of ``_placement``; bundles on nodes that are gone hold nothing."""
-        shape = compile_shape(tuple(request for request, _ in places))
-        found: list[Allocation] = []
-        bundles = [bundle for _, grant in places for bundle in grant.bundles]
-        for slot, bundle in zip(shape.slots, bundles, strict=True):
-            row = self.state.node_row.get(bundle.node)
-            if row is not None:
-                devices = self.state.device_rows(row, bundle.devices)
-                found.append(Allocation(row, devices, slot.milli, slot.cpu_milli, slot.mem))
-        return tuple(found)
-
-
-def _bundles_of(places: Sequence[_Place]) -> int:
-    return sum(len(request.bundles) for request, _ in places)
-
-
-def _home_in(place: _Place, member: InstanceId) -> NodeId | None:
-    """The node that a place has for a member."""
-    request, grant = place
-    return next((given.node for ask, given in zip(request.bundles, grant.bundles) if member in ask.members), None)
-
-
-def _divided(place: _Place, to: GangId, moved: Mapping[tuple[InstanceId, ...], BundleGrant]) -> Generator[_Place]:
-    """A place in its bundles, each with the gang that it is of: those that moved are of the gang ``to``."""
-    request, grant = place
-    for ask, given in zip(request.bundles, grant.bundles):
-        gang = to if ask.members in moved else request.gang
-        bundle = replace(moved.get(ask.members, given), index=given.index)
-        yield GangRequest(gang=gang, bundles=(ask,)), Grant(gang=gang, bundles=(bundle,))
-
-
-LEFT = "left-"
-"""Before the name of a gang: what the engine keeps reserved where it was before."""
-
-
-def row_of(job: JobId, gang: GangId) -> JobId:
-    """The row of a gang that is asked for beside those of the admission; ``JobAsk.key`` has both again."""
-    return JobId(f"{job}~{gang}")
-
-
-def _ask_of_gang(job: JobId, known: _Known, request: GangRequest) -> JobAsk:
-    """What the scheduler needs to know of a gang beside those of the admission."""
-    row = row_of(job, request.gang)
-    ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
-    return replace(ask, part_of=job, gang=request.gang)
 
 
 def queue_from_json(raw: Mapping[str, object]) -> Queue:

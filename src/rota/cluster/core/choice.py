@@ -300,6 +300,6 @@ def _why(ask: JobAsk, choice: Choice, objective: Objective, share: int, without_
     others = [one for one in ask.choices[typed:] if one is not choice and one not in without_room]
     if others:
         others.sort(key=lambda one: one.step_s)
-        told = (f"{name_of(one)} {one.step_s:.3g} s, {cost_of(one):.3g} {unit}-seconds" for one in others[:3])
-        text += f". It takes {cost_of(choice):.3g} {unit}-seconds a step; others: {'; '.join(told)}"
+        listed = (f"{name_of(one)} {one.step_s:.3g} s, {cost_of(one):.3g} {unit}-seconds" for one in others[:3])
+        text += f". It takes {cost_of(choice):.3g} {unit}-seconds a step; others: {'; '.join(listed)}"
     return f"{text}."

@@ -345,7 +345,7 @@ class LiveJob:
     """How long it runs in all by what its like took; None: as long as it asked."""
     late_s: float | None = None
     """The same, which one of ten exceeds."""
-    told_s: float | None = None
+    reported_s: float | None = None
     """The same by its own progress, or as predicted by its plan; it goes before the others."""
     pace: tuple[int, float] | None = None
     """The first commit of its present size, and when it was made."""
@@ -353,7 +353,7 @@ class LiveJob:
     @property
     def total_s(self) -> float | None:
         """How long it is expected to run in all; None: not known."""
-        return self.told_s or self.likely_s or self.ask.est_s
+        return self.reported_s or self.likely_s or self.ask.est_s
 
     @property
     def left_s(self) -> float | None:
@@ -366,7 +366,7 @@ class LiveJob:
         return self._left(self.late_s)
 
     def _left(self, learnt_s: float | None) -> float | None:
-        total_s = self.told_s or learnt_s or self.ask.est_s
+        total_s = self.reported_s or learnt_s or self.ask.est_s
         return None if total_s is None else max(0.0, total_s - self.done_s)
 
     @property

@@ -135,7 +135,7 @@ def paced(row: LiveJob, n: int, now: float) -> LiveJob:
     if row.pace is None or n <= row.pace[0]:
         return replace(row, pace=(n, now))
     left_s = max(0, row.ask.steps - n) * (now - row.pace[1]) / (n - row.pace[0])
-    return replace(row, told_s=row.done_s + now - row.started_at + left_s)
+    return replace(row, reported_s=row.done_s + now - row.started_at + left_s)
 
 
 def learn(book: Book, txn: Txn, row: LiveJob, now: float) -> None:

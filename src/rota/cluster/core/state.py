@@ -386,7 +386,7 @@ class State:
             saved_at=now,
             likely_s=likely_s,
             late_s=late_s,
-            told_s=row.told_s or predicted_s(row.ask),
+            reported_s=row.reported_s or predicted_s(row.ask),
             pace=None,
         )
         if (whole := self.jobs.get(row.ask.part_of or job)) is not None and whole.pace is not None:

@@ -200,10 +200,10 @@ class Forecast:
 def basis_of(rows: Collection[LiveJob], ended: int) -> str:
     """What durations rest on, in a sentence."""
     asked = sum(row.ask.est_s is not None for row in rows)
-    told = sum(row.told_s is not None for row in rows)
+    reported = sum(row.reported_s is not None for row in rows)
     text = f"{asked} of {len(rows)} jobs have a time limit"
     text += f", {counted(ended, 'job')} that ended say how true limits are" if ended else ""
-    return f"{text}, {told} report their progress" if told else text
+    return f"{text}, {reported} report their progress" if reported else text
 
 
 TOLD = (0.9, 1.0, 1.1)
@@ -222,10 +222,10 @@ def _redrawn(book: Book, source: RandomSource) -> Book:
 
 
 def _spread_of(book: Book, row: LiveJob, now: float) -> Spread:
-    if row.told_s is None:
+    if row.reported_s is None:
         return times_of(book, row.ask)
     ran_s = _ran_s(row, now)
-    left_s = max(0.0, row.told_s - ran_s)
+    left_s = max(0.0, row.reported_s - ran_s)
     return Spread(tuple(ran_s + part * left_s for part in TOLD), tuple((i + 1) / len(TOLD) for i in range(len(TOLD))))
 
 

@@ -1,0 +1,219 @@
+"""Whatever a log says, the state of the scheduler agrees with itself, and no job runs on nodes that are not there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cluster_live import Log, requests_of
+
+from rota.cluster.core.grants import row_of
+from rota.cluster.core.guarded import violations
+from rota.cluster.live import Scheduler
+from rota.cluster.policies import get_profile
+from rota.cluster.sim.runs import replayed
+from rota.spec.events import (
+    CheckpointSaved,
+    Event,
+    GangAsked,
+    GangGranted,
+    GangReleased,
+    InstanceStarted,
+    JobAdmitted,
+    JobEnded,
+    JobQueued,
+    JobRequeued,
+    NodeJoined,
+    NodeLost,
+    NodeMarked,
+    PreemptAsked,
+    QueuesChanged,
+    StopAsked,
+)
+from rota.spec.gang import BundleAsk, GangRequest
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.resources import Device, Health, Node, Res
+from rota.spec.states import JobState
+
+DEEP = os.environ.get("ROTA_DEEP") == "1"
+NODES, JOBS = 4, 4
+ROLE = RoleName("w")
+OPERATIONS = (
+    *("join", "lose", "mark", "queues", "submit", "decide", "decide", "append", "append", "requeue", "end", "save"),
+    *("gang", "grown", "release", "start", "stop", "pause", "resume"),
+)
+
+
+def machine(i: int, devices: int) -> Node:
+    rows = tuple(Device(index=d, type="A100") for d in range(devices))
+    return Node(id=NodeId(f"n{i}"), host=f"host{i}", cpus=8, memory_bytes=2**36, devices=rows)
+
+
+class Drawn:
+    """A log of drawn events; decisions may be appended after others, as far as their job has no newer record."""
+
+    def __init__(self, profile: str) -> None:
+        self.log = Log(profile)
+        self.later: list[tuple[int, JobId, Event]] = []
+        self.gangs = 0
+        self.at = 0.0
+        for i in range(NODES):
+            self.add(NodeJoined(node=machine(i, 4)))
+
+    def add(self, event: Event, job: str | None = None) -> None:
+        self.log.add(event, job, self.at)
+        assert violations(self.log.scheduler.state) == [], self.log.records[-1]
+
+    def seq(self, job: str) -> int:
+        return max((record.number for record in self.log.records if record.job == job), default=0)
+
+    def submitted(self) -> list[str]:
+        return sorted({str(record.job) for record in self.log.records if record.job is not None})
+
+    def live(self, number: int) -> str | None:
+        ended = {str(r.job) for r in self.log.records if isinstance(r.event, JobEnded)}
+        jobs = [job for job in self.submitted() if job not in ended]
+        return jobs[number % len(jobs)] if jobs else None
+
+    def decide(self) -> None:
+        outcome = self.log.scheduler.decide(self.at)
+        assert outcome.broken == ()
+        self.later = [(self.seq(job), job, event) for job, event in outcome.events]
+
+    def append(self) -> None:
+        for seq, job, event in self.later:
+            if self.seq(job) == seq or any(of == job and one != event for _, of, one in self.later):
+                self.add(event, job)
+        self.later = []
+
+    def play(self, operation: str, a: int, b: int) -> None:
+        self.at += 1.0
+        node, job = NodeId(f"n{a % NODES}"), self.live(a)
+        match operation:
+            case "join":
+                self.add(NodeJoined(node=machine(a % NODES, (4, 4, 2)[b % 3])))
+            case "lose":
+                self.add(NodeLost(node=node))
+            case "mark":
+                health = (Health.BAD, Health.SUSPECT, Health.HEALTHY)[b % 3]
+                self.add(NodeMarked(node=node, health=health, devices=((), (1,))[b % 2]))
+            case "submit" if len(self.submitted()) < 8:
+                self.log.submit(f"j{len(self.submitted())}", 1 + a % 3, (1, 2, 4)[b % 3], at=self.at, priority=50 + b)
+                assert violations(self.log.scheduler.state) == []
+            case "decide":
+                self.decide()
+            case "append":
+                self.append()
+            case "queues":
+                self.add(QueuesChanged(queues=({"path": "default"}, {"path": f"q{a}"})))
+            case _ if job is not None:
+                self.of_job(operation, job, node, b)
+            case _:
+                pass
+
+    def of_job(self, operation: str, job: str, node: NodeId, b: int) -> None:
+        row = self.log.scheduler.state.jobs.get(JobId(job))
+        runs, stops = row is not None and row.phase == "running", row is not None and row.phase == "stopping"
+        match operation:
+            case "requeue" if runs or stops or self.refused(job):
+                reason = (Reason.NODE_LOST, Reason.PAUSED, Reason.PREEMPTED_PRIORITY)[b % 3]
+                self.add(JobRequeued(attempt=1, reason=reason), job)
+            case "end":
+                self.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), job)
+            case "gang" | "grown" if runs:
+                self.gangs += 1
+                members = (InstanceId(ROLE, b % 4 + (10 if operation == "grown" else 0)),)
+                bundle = BundleAsk(index=0, members=members, res=Res(cpus=1, gpus=1 + b % 2))
+                request = GangRequest(gang=GangId(f"g{self.gangs}"), bundles=(bundle,))
+                avoid = (node,) if operation == "gang" else ()
+                self.add(GangAsked(request=request, avoid=avoid, lost=b % 2 == 0), job)
+            case "release" if runs or stops:
+                gang = GangId("all" if b % 3 == 0 else f"g{b % (self.gangs + 1)}")
+                self.add(GangReleased(gang=gang, epoch=Epoch(1), gone=b % 2 == 0), job)
+            case "start" if runs:
+                granted = [r.event for r in self.log.records if r.job == job and isinstance(r.event, GangGranted)]
+                for bundle in granted[-1].bundles if granted else ():
+                    rank = b % 4
+                    self.add(InstanceStarted(role=ROLE, rank=rank, epoch=Epoch(1), node=bundle.node, pid=7), job)
+            case "stop" if runs:
+                self.add(StopAsked(reason=Reason.STOPPED_BY_USER, grace_s=1.0), job)
+            case "pause" if runs:
+                self.add(PreemptAsked(reason=Reason.PAUSED), job)
+            case "resume" if row is not None and row.phase == "paused" and not self.refused(job):
+                self.add(JobQueued(), job)
+            case "save":
+                self.add(CheckpointSaved(n=b, path="c"), job)
+            case _:
+                pass
+
+    def refused(self, job: str) -> bool:
+        """Whether the last admission of a job was refused, so that its master ends what it began."""
+        last = [r.event for r in self.log.records if r.job == job and isinstance(r.event, JobAdmitted | JobRequeued)]
+        return bool(last) and isinstance(last[-1], JobAdmitted)
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 7), st.integers(0, 11)), min_size=10, max_size=60
+)
+
+
+@pytest.mark.parametrize("profile", ["default", "hived", "fifo"])
+@settings(max_examples=3000 if DEEP else 100, deadline=None)
+@given(steps=operations)
+def test_every_drawn_log_leaves_a_state_that_agrees_with_itself_and_replays(
+    profile: str, steps: list[tuple[str, int, int]]
+) -> None:
+    drawn = Drawn(profile)
+    for one in steps:
+        drawn.play(*one)
+    replayed(drawn.log.records, get_profile(profile), requests_of)
+    again = Scheduler(get_profile(profile), requests_of)
+    for record in drawn.log.records:
+        again.apply(record)
+    assert again.decide(drawn.at) == drawn.log.scheduler.decide(drawn.at)
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["lost", "removed"])
+def test_an_admission_that_came_after_the_loss_of_its_node_is_taken_back_with_a_record(removed: bool) -> None:
+    drawn = Drawn("default")
+    steps = [
+        ("submit", 1, 2),
+        ("decide", 0, 0),
+        ("lose", 0, 0),
+        *([("join", 3, 0)] if removed else []),
+        ("append", 0, 0),
+    ]
+    for one in steps:
+        drawn.play(*one)
+    stale = drawn.log.records[-1]
+    assert isinstance(stale.event, JobAdmitted)
+    asked = drawn.log.decide(drawn.at)
+    assert asked == [(JobId("j0"), PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0))]
+    assert drawn.log.decide(drawn.at) == [], "once"
+    drawn.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST, counts=False), "j0")
+    ((job, admitted),) = drawn.log.decide(drawn.at)
+    assert job == "j0" and isinstance(admitted, JobAdmitted)
+    assert {bundle.node for bundle in admitted.placement.bundles}.isdisjoint({"n0"})
+    different = replayed(drawn.log.records, get_profile("default"), requests_of)["different"]
+    assert [one["number"] for one in different] == [stale.number]
+
+
+def test_a_gang_that_was_granted_after_the_loss_of_its_node_holds_nothing_and_is_asked_for_again() -> None:
+    drawn = Drawn("default")
+    for one in [("submit", 0, 2), ("decide", 0, 0), ("append", 0, 0), ("grown", 0, 0), ("decide", 0, 0)]:
+        drawn.play(*one)
+    ((_, _, granted),) = drawn.later
+    assert isinstance(granted, GangGranted)
+    node = granted.bundles[0].node
+    for one in [("lose", int(node[1:]), 0), ("join", 3, 0), ("append", 0, 0)]:
+        drawn.play(*one)
+    row = drawn.log.scheduler.state.jobs[row_of(JobId("j0"), granted.gang)]
+    assert (row.phase, row.held) == ("paused", ())
+    assert drawn.log.decide(drawn.at) == []
+    drawn.add(GangReleased(gang=granted.gang, epoch=Epoch(1), gone=True), "j0")
+    drawn.play("grown", 0, 0)
+    ((_, again),) = drawn.log.decide(drawn.at)
+    assert isinstance(again, GangGranted) and again.bundles[0].node != node

@@ -26,7 +26,7 @@ from rota.runtime.process import execute_command
 from rota.runtime.ray.engine import EngineAccess
 from rota.service.config import load_settings
 from rota.service.process import assembly
-from rota.service.process.assembly import assemble, node_changes, replay, wanted_nodes
+from rota.service.process.assembly import assemble, node_changes, replay, take_nodes, wanted_nodes
 from rota.service.rest.app import make_app
 from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
@@ -237,8 +237,7 @@ async def standing(
     app.forecasts.begin()
     turning = asyncio.create_task(app.loop.run())
     try:
-        if changes := node_changes(app, wanted_nodes(settings)):
-            await app.loop.append(changes)
+        await take_nodes(app, node_changes(app, wanted_nodes(settings)))
         app.ready = True
         token = app.home.token.read_text().strip()
         transport = httpx.ASGITransport(app=make_app(app), raise_app_exceptions=False)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,18 @@ from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.node import LOCAL_HOST, local_node
 from rota.runtime.ray.engine import EngineSettings
-from rota.service.config import load_settings
+from rota.service.config import Settings, load_settings
 from rota.service.control.engine import GatewayEngine
 from rota.service.process import assembly, serve, tasks
 from rota.service.process.assembly import node_changes
 from rota.service.rest import app
 from rota.service.rest.deps import AppState
+from rota.service.views.alerts import alert_list
+from rota.service.views.cluster import node_list, removed_holders
 from rota.spec.errors import EngineUnavailable
-from rota.spec.events import NodeJoined, NodeLost
-from rota.spec.ids import JobId
+from rota.spec.events import NodeJoined, NodeLost, PreemptAsked
+from rota.spec.ids import JobId, NodeId
+from rota.spec.reasons import Reason
 from rota.spec.resources import pretend_nodes
 from rota.spec.states import JobState
 
@@ -95,40 +99,91 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
         await service.until("hello-1", JobState.ADMITTED)
         await service.until("hello-2", JobState.QUEUED)
 
+    async def decided(app: AppState) -> None:
+        loop = app.loop
+        for _ in range(2):  # two rounds after the replay
+            turned_s = loop.turned_s
+            while loop.turned_s == turned_s:
+                await asyncio.sleep(0.005)
+        story = loop.installation.live[JobId("hello-2")]
+        assert story.state is JobState.QUEUED
+        engine.let.set()
+        while story.state is JobState.QUEUED:
+            await asyncio.sleep(0.005)
+
+    with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
+    engine = SlowEngine()
+    settings = settings_of(tmp_path, ray_address="head:6379")
+    with contextlib.closing(assembly.open_store(settings)) as log:
+        joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]
+        log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
+    serve_until(decided, settings, engine, monkeypatch)
+
+
+def settings_of(home: Path, **given: str) -> Settings:
+    db_url = postgres.database(home) if postgres.WANTED else f"sqlite:///{home}/rota.db"
+    return replace(load_settings({"home": str(home), "port": 0, "db_url": db_url, **given}, environ={}), poll_s=0.01)
+
+
+def serve_until(
+    test: Callable[[AppState], Awaitable[None]],
+    settings: Settings,
+    engine: PlayedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Run the process of the service as it is until the test is done with its parts."""
+    parts, real = list[AppState](), app.make_app
+
+    def make_app(made: AppState) -> object:
+        parts.append(made)
+        return real(made)
+
     async def main() -> None:
-        engine = SlowEngine()
-        monkeypatch.setattr(assembly, "make_engine", lambda *_: engine)
         serving = asyncio.create_task(serve.serve(settings, listener))
         async with asyncio.timeout(60):
             while not (parts and parts[0].ready):
                 await asyncio.sleep(0.005)
-            loop = parts[0].loop
-            for _ in range(2):  # two rounds after the replay
-                turned_s = loop.turned_s
-                while loop.turned_s == turned_s:
-                    await asyncio.sleep(0.005)
-            story = loop.installation.live[JobId("hello-2")]
-            assert story.state is JobState.QUEUED
-            engine.let.set()
-            while story.state is JobState.QUEUED:
-                await asyncio.sleep(0.005)
+            await test(parts[0])
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
 
-    def make_app(app: AppState) -> object:
-        parts.append(app)
-        return real(app)
-
-    with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
-    db_url = postgres.database(tmp_path) if postgres.WANTED else f"sqlite:///{tmp_path}/rota.db"
-    given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": db_url}
-    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[AppState](), app.make_app
-    with contextlib.closing(assembly.open_store(settings)) as log:
-        joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]
-        log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
+    monkeypatch.setattr(assembly, "make_engine", lambda *_: engine)
     monkeypatch.setattr(app, "make_app", make_app)
     with serve.bind(settings) as listener:
         asyncio.run(main())
+
+
+CORES = "name: {}\nroles:\n  main:\n    run: [sleep, '9']\n    resources: {{cpus: 1}}\n"
+
+
+def test_a_switch_to_pretended_nodes_removes_the_others_and_jobs_leave_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def before(service: Standing) -> None:
+        await service.submit(CORES.format("run"))
+        await service.play_start("run-1", "main/0")
+        service.app.loop.hold(60.0)
+        await service.submit(CORES.format("wait"))
+        await service.until("wait-1", JobState.QUEUED)
+        lost = NodeLost(node=NodeId("other"), text="no heartbeat")
+        await service.app.loop.append([NodeJoined(node=local_node("other")), lost])
+
+    async def after(app: AppState) -> None:
+        loop = app.loop
+        waiting, running = loop.installation.live[JobId("wait-1")], loop.installation.live[JobId("run-1")]
+        while waiting.placement is None or running.state is not JobState.PREEMPTING:
+            await asyncio.sleep(0.005)
+        assert {bundle.node for bundle in waiting.placement.bundles} <= {"r0n0", "r0n1"}
+        asked = [one.event for one in loop.log.read(job=JobId("run-1")) if isinstance(one.event, PreemptAsked)]
+        assert [one.reason for one in asked] == [Reason.NODE_REMOVED]
+        rows = {one["id"]: one for one in node_list(loop.installation)["items"]}
+        assert (rows["local"]["state"], rows["local"]["jobs"]) == ("removed", ["run-1"]) and "other" not in rows
+        alerts = alert_list(loop.installation, now=0.0, suspicions={}, queues=(), disk=(), jobs=())["items"]
+        assert alerts == [] and removed_holders(loop.installation) == [("local", ["run-1"])]
+        assert loop.broken == ()
+
+    with_service(tmp_path, before, pretend="")
+    serve_until(after, settings_of(tmp_path, pretend="1x2x2"), PlayedEngine(), monkeypatch)
 
 
 def test_while_a_given_engine_does_not_answer_status_and_explain_say_that_jobs_wait_for_it(

@@ -238,7 +238,7 @@ class Scheduler:
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)
-                self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
+                self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED))
                 if known is not None and bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)

@@ -244,6 +244,6 @@ class Metrics(Collector):
         yield GaugeMetricFamily("rota_gpu_allocated_ratio", "Devices that jobs hold, of all.", value=used)
         up = GaugeMetricFamily("rota_node_up", "1 while a node answers.", labels=("node",))
         for row in node_list(self._installation)["items"]:
-            up.add_metric((row["id"],), 0.0 if row["state"] == "lost" else 1.0)
+            up.add_metric((row["id"],), 0.0 if row["state"] in ("lost", "removed") else 1.0)
         yield up
         yield GaugeMetricFamily("rota_log_records", "Records in the event log.", value=self._installation.number)

@@ -68,7 +68,7 @@ def notice_of(record: Record, history: JobHistory | None = None) -> str:
             return "failed" if state is JobState.FAILED else "finished"
         case e.NodeMarked(health=Health.DRAINED | Health.CORDONED):
             return "drained"
-        case e.NodeLost():
+        case e.NodeLost(removed=False):
             return "lost"
         case e.PartReplaced():
             return "replaced"

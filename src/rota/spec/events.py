@@ -434,10 +434,11 @@ class NodeJoined(ClusterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(ClusterEvent):
-    """A node stopped answering."""
+    """A node stopped answering; ``removed``: it answers or not, the installation has other nodes from now on."""
 
     node: NodeId
     text: str = ""
+    removed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

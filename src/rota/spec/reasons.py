@@ -91,6 +91,7 @@ class Reason(StrEnum):
     RESIZED_DEGRADED = _moves("A role continues with fewer instances until a replacement is found.")
     RESIZED = _moves("A role changed its size: it was asked to, or devices for more of it became free.")
     TIME_SLICE = _moves("Another job has its turn on the devices.")
+    NODE_REMOVED = _moves("Its node was removed from the installation; the job continues on the nodes of now.")
     SERVICE_DOWN = _moves("The service was taken down; the job continues from its last commit when it runs again.")
     # failure
     EXIT_NONZERO = _fails("user", "A process ended with a non-zero exit status.")

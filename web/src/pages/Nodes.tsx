@@ -72,7 +72,7 @@ function Use({ node }: { node: NodeRow }) {
       <div className="tools">
         <input className="long" aria-label="Reason" placeholder="Reason, shown to the owners" value={reason} onChange={(event) => setReason(event.target.value)} />
         {VERBS.filter(([action]) => (action === "undrain") === out).map(([action, title]) => (
-          <button key={action} type="button" disabled={mark.isPending || node.state === "lost"} onClick={() => mark.mutate({ action, dry: action !== "undrain" })}>
+          <button key={action} type="button" disabled={mark.isPending || node.state === "lost" || node.state === "removed"} onClick={() => mark.mutate({ action, dry: action !== "undrain" })}>
             {title}
           </button>
         ))}

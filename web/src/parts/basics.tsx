@@ -13,7 +13,7 @@ const LOOK: Record<string, [string, Tone]> = {
   FAILED: ["✗", "bad"], CANCELLED: ["–", "idle"], PLANNED: ["○", "idle"], STALE: ["◕", "busy"], READY: ["✓", "good"],
   SUSPECT: ["?", "warn"], LOST: ["✗", "bad"], GONE: ["–", "idle"],
   critical: ["✗", "bad"], warning: ["!", "warn"], info: ["i", "idle"],
-  ready: ["✓", "good"], degraded: ["!", "warn"], starting: ["◔", "busy"], healthy: ["✓", "good"], lost: ["✗", "bad"],
+  ready: ["✓", "good"], degraded: ["!", "warn"], starting: ["◔", "busy"], healthy: ["✓", "good"], lost: ["✗", "bad"], removed: ["–", "warn"],
   drained: ["–", "idle"], bad: ["✗", "bad"], suspect: ["?", "warn"], up: ["✓", "good"], down: ["✗", "bad"], running: ["✓", "good"],
   away: ["✗", "bad"], off: ["–", "idle"], stopped: ["–", "idle"], open: ["✓", "good"], closed: ["–", "idle"],
 };

@@ -205,6 +205,7 @@ STATE_STYLE = {
     "FAILED": "red",
     "LOST": "red",
     "lost": "red",
+    "removed": "yellow",
     "CANCELLED": "dim",
     "GONE": "dim",
 }

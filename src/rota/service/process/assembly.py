@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 from collections.abc import Container, Iterable
@@ -29,11 +30,15 @@ from rota.service.control.loop import ServiceLoop
 from rota.service.control.snapshot import SnapshotFile, Views, program
 from rota.service.metrics import Metrics
 from rota.service.rest.auth import Audit, Auth, ensure_token
-from rota.service.rest.deps import AppState
+from rota.service.rest.deps import AppState, append_live
 from rota.service.rest.machine_names import MachineNames
+from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
-from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted
+from rota.spec.errors import Conflict
+from rota.spec.events import Event, NodeJoined, NodeLost, PreemptAsked, ServiceStarted
+from rota.spec.reasons import Reason
 from rota.spec.resources import Node, pretend_nodes
+from rota.spec.states import JobState
 
 WARM = 2
 """Processes that the engine keeps ready: one for the master of a job and one for its first instance."""
@@ -180,21 +185,50 @@ def wanted_nodes(settings: Settings) -> tuple[Node, ...]:
 def node_changes(app: AppState, wanted: Iterable[Node], alive: Container[str] = ()) -> list[Event]:
     """What must be appended so that the log knows the wanted nodes, and of others only those that are ``alive``.
 
-    One whose machine has another name by now is lost: the machine would be offered twice.
+    One whose machine has another name by now leaves: the machine would be offered twice. It is removed, not lost, as is
+    a pretended node, and a real one where nodes are pretended now.
     """
     known = app.loop.installation.nodes
     joined = {node.id: node for node in wanted}
     renamed = {node.host for node in joined.values()}
+    pretend = any(map(_pretended, joined.values()))
     changes: list[Event] = [
         NodeJoined(node=node)
         for node in joined.values()
         if (old := known.get(node.id)) is None or old.lost or old.joined != node
     ]
-    changes += [
-        NodeLost(node=one, text="not part of the installation any more")
-        for one, old in known.items()
-        if one not in joined
-        and not old.lost
-        and (old.node.host in renamed or (one not in alive and old.node.host not in alive))
-    ]
+    for one, old in known.items():
+        host = old.node.host
+        if one in joined or (host not in renamed and (one in alive or host in alive)):
+            continue
+        removed = pretend or host in renamed or _pretended(old.node)
+        if not old.lost or (removed and not old.removed):
+            changes.append(NodeLost(node=one, text="not part of the installation any more", removed=removed))
     return changes
+
+
+def _pretended(node: Node) -> bool:
+    """True for one of several nodes that one machine stands for."""
+    return node.host == LOCAL_HOST != node.id
+
+
+def must_leave(app: AppState) -> list[JobHistory]:
+    """Jobs that hold something of a node that was removed, and were not asked to leave yet."""
+    removed = {one.node.id for one in app.loop.installation.nodes.values() if one.removed}
+    return [
+        job
+        for job in (app.loop.installation.live.values() if removed else ())
+        if job.state.holds_devices
+        and job.state not in (JobState.STOPPING, JobState.PREEMPTING)
+        and job.placement is not None
+        and any(bundle.node in removed for bundle in job.placement.bundles)
+    ]
+
+
+async def take_nodes(app: AppState, changes: list[Event]) -> None:
+    """Record which nodes there are now; jobs on those that were removed save, stop and are queued again."""
+    if changes:
+        await app.loop.append(changes)
+    for job in must_leave(app):
+        with contextlib.suppress(Conflict):  # it ended meanwhile
+            await append_live(app, job, PreemptAsked(reason=Reason.NODE_REMOVED, grace_s=job.spec.grace_s))

@@ -92,13 +92,17 @@ class ServiceRecord(TypedDict):
 
 
 class IdleStatus(TypedDict):
-    """The Status document where no service runs; what is ``still_running`` all the same."""
+    """The Status document where no service runs; what is ``still_running`` all the same.
+
+    ``next_pretend``: the pretended nodes that the next ``up`` takes again.
+    """
 
     api: str
     kind: str
     state: str
     home: str
     still_running: list[str]
+    next_pretend: str
 
 
 class DownDocument(TypedDict):
@@ -199,7 +203,14 @@ def status(settings: Settings) -> LocalStatus | IdleStatus:
     if record is None:
         rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
         rest = rest or [f"{_kind(home, one)} (process {one.pid})" for one in _unrecorded(home)]
-        return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
+        return {
+            "api": "rota/v1",
+            "kind": "Status",
+            "state": "down",
+            "home": str(home.root),
+            "still_running": rest,
+            "next_pretend": as_before(settings, home).pretend,
+        }
     return cast("LocalStatus", ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"})
 
 

@@ -88,7 +88,7 @@ def _patiently(take: Callable[[], None]) -> None:
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway continue without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
-    from rota.service.process.assembly import assemble, node_changes, open_store, replay, wanted_nodes
+    from rota.service.process.assembly import assemble, node_changes, open_store, replay, take_nodes, wanted_nodes
     from rota.service.process.tasks import (
         keep_logs,
         keep_nodes,
@@ -116,6 +116,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     there: Container[str] = ()
     if settings.ray_address or (settings.listen and app.engine.running):  # machines may have come or left meanwhile
         app.loop.unknown, there = not_known(app), app.loop.installation.nodes.keys()
+    asked_first = bool(app.loop.unknown)
+    app.loop.unknown = app.loop.unknown or "its nodes are being recorded"  # nothing is placed on those of before
     # 2. the loop over the log, and the app
     turning = asyncio.create_task(app.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="app")
@@ -124,8 +126,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         keep_logs(app.loop.installation.jobs, app.home, app.clock, settings.logs_kept_days), name="retention"
     )
     # 3. what this machine has; an engine with others is asked for its machines, again and again
-    if not settings.ray_address and (changes := node_changes(app, wanted_nodes(settings), there)):
-        await app.loop.append(changes)
+    await take_nodes(app, [] if settings.ray_address else node_changes(app, wanted_nodes(settings), there))
+    if not asked_first:
+        app.loop.decide_from_now()
     asks = settings.ray_address or settings.listen
     looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if asks else []
     app.ready = True

@@ -15,7 +15,7 @@ from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced, noted
 from rota.runtime.process import SUPERVISOR, RunFolder
 from rota.service.control.snapshot import SnapshotFile
-from rota.service.process.assembly import node_changes, wanted_nodes
+from rota.service.process.assembly import node_changes, take_nodes, wanted_nodes
 from rota.service.process.daemon import ensure_supervisor, start_snapshot
 from rota.service.rest.deps import AppState, append_live
 from rota.service.views.alerts import HANG_MIN_S, suspicion
@@ -140,8 +140,7 @@ async def keep_nodes(app: AppState) -> None:
         try:
             found, alive = await app.engine.nodes()
             app.loop.unusable = app.engine.unusable
-            if changes := node_changes(app, ({node.id: node for node in found} | own).values(), alive):
-                await app.loop.append(changes)
+            await take_nodes(app, node_changes(app, ({node.id: node for node in found} | own).values(), alive))
             app.loop.decide_from_now()
         except (EngineUnavailable, StoreUnavailable) as error:
             text = not_known(app, str(error))

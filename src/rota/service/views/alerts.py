@@ -106,6 +106,8 @@ def _of_jobs(jobs: Iterable[JobHistory], suspicions: Mapping[JobId, Suspicion], 
 
 def _of_nodes(nodes: Iterable[NodeStatus]) -> Iterator[AlertRow]:
     for one in nodes:
+        if one.removed:
+            continue
         id, node, hint = f"node:{one.node.id}:{one.marked_at:.0f}", str(one.node.id), "rota nodes"
         if one.lost:
             text = f"{node} is lost: {one.text}" if one.text else f"{node} is lost"

@@ -58,6 +58,14 @@ def node_list(installation: Installation) -> NodeList:
     return document(NodeList, items=items, next=None)
 
 
+def removed_holders(installation: Installation) -> list[tuple[NodeId, list[str]]]:
+    """Removed nodes on which jobs still count, with these jobs."""
+    if not (removed := [one.node.id for one in installation.nodes.values() if one.removed]):
+        return []
+    held = _holders(installation)
+    return [(node, sorted({job for job, _, _ in held[node]})) for node in removed if held[node]]
+
+
 def _there(installation: Installation, held: Mapping[NodeId, object]) -> Iterator[NodeStatus]:
     """The nodes, and of those that left the installation the ones on which a job still counts."""
     return (status for status in installation.nodes.values() if not status.lost or held[status.node.id])
@@ -95,7 +103,7 @@ def _node(status: NodeStatus, held: list[tuple[str, tuple[int, ...], float]]) ->
 def _state(status: NodeStatus, jobs: Collection[str]) -> str:
     """The fitness of a node; it is ``draining`` until the last job has left, then ``drained``."""
     if status.lost:
-        return "lost"
+        return "removed" if status.removed else "lost"
     return "draining" if status.node.health is Health.DRAINED and jobs else status.node.health.value
 
 

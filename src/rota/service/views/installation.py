@@ -24,7 +24,7 @@ ACKNOWLEDGED_MAX = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering.
+    """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering, or were ``removed``.
 
     ``joined`` is the node as it joined, before any mark.
     """
@@ -33,6 +33,7 @@ class NodeStatus:
     joined: Node
     joined_at: float
     lost: bool = False
+    removed: bool = False
     marked_at: float = 0.0
     marked_by: str = ""
     text: str = ""
@@ -97,7 +98,8 @@ class Installation:
             case e.NodeJoined(node=node):
                 self.nodes[node.id] = NodeStatus(node=node, joined=node, joined_at=at)
             case e.NodeLost() if event.node in self.nodes:
-                self.nodes[event.node] = replace(self.nodes[event.node], lost=True, marked_at=at, text=event.text)
+                gone = replace(self.nodes[event.node], lost=True, removed=event.removed)
+                self.nodes[event.node] = replace(gone, marked_at=at, text=event.text)
             case e.NodeMarked() if event.node in self.nodes:
                 self.nodes[event.node] = _marked(self.nodes[event.node], event, at)
             case e.QueuesChanged():
@@ -156,7 +158,16 @@ def _marked(status: NodeStatus, event: e.NodeMarked, at: float) -> NodeStatus:
     else:
         node = node.with_health(event.health)
         leave_by = at + event.notice_s if event.health is Health.DRAINED and event.notice_s is not None else None
-    return replace(status, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text, leave_by=leave_by)
+    return replace(
+        status,
+        node=node,
+        lost=False,
+        removed=False,
+        marked_at=at,
+        marked_by=event.by,
+        text=event.text,
+        leave_by=leave_by,
+    )
 
 
 def _with_health(device: Device, health: Health) -> Device:

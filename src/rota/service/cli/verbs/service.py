@@ -29,7 +29,9 @@ def up(
     redis: Annotated[str, Parameter(help="Registry URL; default: an embedded one.")] = "",
     ray: Annotated[str, Parameter(help="Address of a Ray cluster; default: a local one with the first job.")] = "",
     listen: Annotated[str, Parameter(help="Address of this machine for others, which may join it then.")] = "",
-    pretend: Annotated[str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes (3x4x8), or none.")] = "",
+    pretend: Annotated[
+        str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes (3x4x8); kept by later 'up's, none ends it.")
+    ] = "",
     profile: Annotated[
         str, Parameter(alias="--policy", help="Scheduling profile, as `rota sim compare` names them.")
     ] = "",
@@ -231,6 +233,7 @@ SETTINGS = Table(columns={"SETTING": "name", "VALUE": "value", "FROM": "origin"}
 def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
     cluster = doc.get("cluster") or {}
     jobs = ", ".join(f"{count} {state}" for state, count in (cluster.get("jobs") or {}).items())
+    kept = doc.get("next_pretend")
     term.pairs(
         [
             ("service", doc["state"] + (f" for {age(doc['started_at'])}" if doc.get("started_at") else "")),
@@ -240,6 +243,7 @@ def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("version", doc.get("version")),
             ("profile", doc.get("profile")),
             ("nodes", _nodes(doc, cluster)),
+            ("next up", f"with --pretend {kept} again; --pretend none returns to this machine" if kept else ""),
             ("jobs", jobs),
             ("still running", ", ".join(map(str, doc.get("still_running", [])))),
         ]
@@ -254,7 +258,8 @@ def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
 def _nodes(doc: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
     if not cluster:
         return ""
-    pretend = f", pretend {doc['pretend']}" if doc.get("pretend") else ""
+    keeps = "'rota up' keeps them, --pretend none returns to this machine"
+    pretend = f", pretend {doc['pretend']} ({keeps})" if doc.get("pretend") else ""
     return f"{cluster['nodes']}, {cluster['gpus_used']}/{cluster['gpus']} devices used{pretend}"
 
 

@@ -54,6 +54,7 @@ from rota.service.views.cluster import (
     limits_passed,
     node_list,
     queue_tree,
+    removed_holders,
     usage_history,
     usage_report,
 )
@@ -177,6 +178,10 @@ def _warnings(app: AppState) -> list[str]:
     now = app.clock.wall_s()
     found = [f"no job starts: {app.loop.undecided}"] if app.loop.undecided else []
     found += [f"the scheduler contradicts itself: {text}" for text in app.loop.broken]
+    found += [
+        f"{node} was removed from the installation: {', '.join(jobs)} must leave it and continue elsewhere"
+        for node, jobs in removed_holders(app.loop.installation)
+    ]
     found += [_replaced_text(one, now) for one in app.loop.installation.replaced if now - one.found_at < RECENT_S]
     if app.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")

@@ -93,5 +93,5 @@ async def leave(host: str, app: Parts, caller: Asker) -> Sent[MachineDocument]:
 
 def _machine(app: AppState, host: str, **more: object) -> MachineDocument:
     found = (one["state"] for one in node_list(app.loop.installation)["items"] if one["id"] == host)
-    state = next((one for one in found if one != "lost"), "joining")
+    state = next((one for one in found if one not in ("lost", "removed")), "joining")
     return document(MachineDocument, host=host, state=state, engine=app.engine.running, **more)

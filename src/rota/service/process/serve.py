@@ -114,10 +114,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     snapshot = await replay(app)
     app.forecasts.begin()
     there: Container[str] = ()
+    app.loop.unknown = recording = "its nodes are being recorded"  # nothing is placed on those of before
     if settings.ray_address or (settings.listen and app.engine.running):  # machines may have come or left meanwhile
         app.loop.unknown, there = not_known(app), app.loop.installation.nodes.keys()
-    asked_first = bool(app.loop.unknown)
-    app.loop.unknown = app.loop.unknown or "its nodes are being recorded"  # nothing is placed on those of before
     # 2. the loop over the log, and the app
     turning = asyncio.create_task(app.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="app")
@@ -127,7 +126,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     )
     # 3. what this machine has; an engine with others is asked for its machines, again and again
     await take_nodes(app, [] if settings.ray_address else node_changes(app, wanted_nodes(settings), there))
-    if not asked_first:
+    if app.loop.unknown == recording:
         app.loop.decide_from_now()
     asks = settings.ray_address or settings.listen
     looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if asks else []

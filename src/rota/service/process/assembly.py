@@ -208,7 +208,7 @@ def node_changes(app: AppState, wanted: Iterable[Node], alive: Container[str] = 
 
 
 def _pretended(node: Node) -> bool:
-    """True for one of several nodes that one machine stands for."""
+    """True for one of several nodes that share this machine."""
     return node.host == LOCAL_HOST != node.id
 
 

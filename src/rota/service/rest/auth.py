@@ -144,7 +144,7 @@ class Auth:
 
     def check_host(self, asked: AuthRequest) -> None:
         """Refuse names that are not ours: a page elsewhere may have pointed its own name at this address."""
-        host = _host_of(asked.headers.get("host", ""))
+        host = host_of(asked.headers.get("host", ""))
         if host not in self.hosts:
             raise NotAllowed(f"host {host!r} is not one of this service", hint="set 'host' to the name you use")
 
@@ -157,7 +157,7 @@ class Auth:
     def _check_session(self, asked: AuthRequest) -> Caller:
         signed, _, signature = asked.cookie.rpartition(".")
         expires, _, token_id = signed.partition(".")
-        if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(signed).encode()):
+        if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self.sign(signed).encode()):
             raise NoToken("the session is not known", hint="open the page anew: rota ui")
         made = self._find(token_id)
         if int(expires) < self.clock.wall_s() or made is None:
@@ -187,7 +187,7 @@ class Auth:
     def session_of(self, token_id: str) -> str:
         """The value of the cookie for a session under that token."""
         signed = f"{int(self.clock.wall_s() + SESSION_TTL_S)}.{token_id}"
-        return f"{signed}.{self._sign(signed)}"
+        return f"{signed}.{self.sign(signed)}"
 
     def make_token(
         self, caller: Caller, *, user: str, name: str, role: Role, queue: str, ttl_s: float | None
@@ -218,8 +218,9 @@ class Auth:
         )
         return made, whole
 
-    def _sign(self, text: str) -> str:
-        return hmac.new(self.own.digest.encode(), f"session.{text}".encode(), hashlib.sha256).hexdigest()
+    def sign(self, text: str, kind: str = "session") -> str:
+        """What only this installation can make of a text, in hexadecimal digits; of another kind it is another one."""
+        return hmac.new(self.own.digest.encode(), f"{kind}.{text}".encode(), hashlib.sha256).hexdigest()
 
     def _count_failure(self, address: str) -> None:
         """Note a wrong token of an address. Raises LimitExceeded from the eleventh within the window on."""
@@ -239,11 +240,16 @@ def _id_of(token: str) -> str:
     return rest.partition("_")[0] if head == "rota" and "_" in rest else ""
 
 
-def _host_of(value: str) -> str:
+def host_of(value: str) -> str:
     """The name in a Host header without its port: ``[::1]:7700`` is ``::1``."""
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()
     return value.partition(":")[0].lower()
+
+
+def bracketed(host: str) -> str:
+    """A host as an address has it before ``:PORT``: ``[::1]``."""
+    return f"[{host}]" if ":" in host else host
 
 
 FILE_BYTES_MAX = 32 * 2**20

@@ -2,7 +2,11 @@
 
 A port has a listener of its own, so it is another origin than the page: its scripts cannot read what the service
 answers. The session cookie and tokens of Rota stay here. One request a connection, except where it is upgraded.
-Cookies know no ports: what the program of one job sets, the browser also sends to those of others.
+
+Cookies know no ports: what one program sets, the browser would also send to those of other jobs. So each cookie gets a
+name that belongs to its port and no script can read, and only those come back to it. Tokens against forged requests,
+which scripts send back in a header, have a copy under their own name as well; that copy reaches no program, and is made
+anew when a page loads, as another job may have the same name.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 
 from rota.runtime.clock import Clock
 from rota.service.accounts import Caller
-from rota.service.rest.auth import COOKIE, Auth, AuthRequest
+from rota.service.rest.auth import COOKIE, Auth, AuthRequest, bracketed, host_of
 from rota.spec.errors import LimitExceeded, NotAllowed, NotReachable, RotaError
 from rota.spec.ids import JobId
 
@@ -24,11 +30,27 @@ FORWARDS_MAX = 64
 """Ports of jobs that are open at once."""
 CONNECTIONS_MAX = 128
 """Connections to one of them at once."""
+CONNECTIONS_OF_USER_MAX = 256
+"""Connections of one user to all of them at once."""
+IDLE_S = 600.0
+"""A connection on which no byte came for this time, in neither direction, is closed."""
+CHECK_S = 15.0
+"""How often the rights of whoever has an open connection are looked at again."""
+KEEPALIVE_S = 60
+"""Silence after which the kernel asks whether the other side is still there."""
 HEAD_BYTES_MAX, HEAD_S = 65_536, 10.0
 CONNECT_S = 5.0
 CHUNK_BYTES = 65_536
 _CSS = "font-family:sans-serif;max-width:40em;margin:4em auto"
+_TOO_MANY = f"{CONNECTIONS_OF_USER_MAX} connections of you to ports of jobs are open: close a tab, then reload."
 _TOKEN = re.compile(r"\brota_[0-9a-z]+_")
+
+PREFIX = "rota_port_"
+"""Begin of the names of cookies of programs; what follows is of one port, and no script can read or guess it."""
+COPIED, HIDDEN = "c", "h"
+"""Begin of their values: whether scripts of the page find a copy of the cookie."""
+FORGERY = re.compile("xsrf|csrf", re.IGNORECASE)
+"""Names of tokens against forged requests: each is worth nothing without the session that it belongs to."""
 
 Key = tuple[JobId, str, str]
 """Job, instance, name of the port."""
@@ -66,20 +88,41 @@ class Head:
         status = self.first.split(" ")[1]
         return status.startswith("1") and status != "101"
 
-    def sent_on(self) -> bytes:
-        """The request for the program of the job: without what belongs to Rota, to be answered and closed."""
+    def sent_on(self, prefix: str) -> bytes:
+        """The request for the program of the job: without what belongs to Rota, to be answered and closed.
+
+        Of the cookies those that the program of this port made, under the names that it gave them.
+        """
         kept = [line for line in self.lines if _name(line) not in ("cookie", "connection", "keep-alive")]
         kept = [line for line in kept if not (_name(line) == "authorization" and _TOKEN.search(line))]
-        others = [one for one in self.get("cookie").split("; ") if one and one.partition("=")[0] != COOKIE]
-        kept += [f"Cookie: {'; '.join(others)}"] if others else []
+        own = [f"{name}={value[1:]}" for name, value in self.cookies(prefix)]
+        kept += [f"Cookie: {'; '.join(own)}"] if own else []
         kept += ["Connection: Upgrade" if self.upgrades else "Connection: close"]
         return "\r\n".join((self.first, *kept, "", "")).encode("latin-1")
 
-    def sent_back(self) -> bytes:
-        """The answer for the browser: the program sets no session of Rota."""
-        own = f"{COOKIE}="
-        kept = [line for line in self.lines if _name(line) != "set-cookie" or not _value(line).startswith(own)]
+    def cookies(self, prefix: str) -> list[tuple[str, str]]:
+        """Name and value of the cookies whose name begins so, without that; values begin with COPIED or HIDDEN."""
+        pairs = (one.partition("=") for one in self.get("cookie").split("; "))
+        return [(name.removeprefix(prefix), value) for name, _, value in pairs if name.startswith(prefix) and value]
+
+    def sent_back(self, prefix: str, asked: Head) -> bytes:
+        """The answer for the browser: cookies of the program belong to its port, and none is a session of Rota."""
+        kept = [line for line in self.lines if _name(line) != "set-cookie"]
+        made = [_value(line) for line in self.lines if _name(line) == "set-cookie"]
+        named = {one.partition("=")[0].strip() for one in made}
+        for one in made:
+            kept += [f"Set-Cookie: {each}" for each in _owned(one, prefix)]
+        if asked.loads_page:
+            again = [(name, value) for name, value in asked.cookies(prefix) if value[0] == COPIED]
+            kept += [
+                f"Set-Cookie: {name}={value[1:]}; Path=/; SameSite=Lax" for name, value in again if name not in named
+            ]
         return "\r\n".join((self.first, *kept, "", "")).encode("latin-1")
+
+    @property
+    def loads_page(self) -> bool:
+        """True for a request whose answer becomes what a tab or a frame shows."""
+        return self.get("sec-fetch-mode") == "navigate" or "text/html" in self.get("accept")
 
     def asked(self, address: str) -> AuthRequest:
         """What of the request matters for its permission; a change needs no header of Rota: it is not for Rota.
@@ -98,6 +141,20 @@ class Head:
         return AuthRequest(method="GET", headers=headers, cookie=cookie, address=address)
 
 
+def _owned(cookie: str, prefix: str) -> list[str]:
+    """What a browser is to keep of a cookie that a program makes: that of the port, and the copy for scripts."""
+    pair, *attributes = (part.strip() for part in cookie.split(";"))
+    name, _, value = pair.partition("=")
+    if not name or name == COOKIE or name.startswith(PREFIX):
+        return []
+    kinds = {part.partition("=")[0].strip().lower(): part for part in attributes}
+    kinds.pop("domain", None)
+    hidden = kinds.pop("httponly", None) is not None or not FORGERY.search(name)
+    own = [f"{prefix}{name}={HIDDEN if hidden else COPIED}{value}", *kinds.values(), "HttpOnly"]
+    copy = [pair, *(part for kind, part in kinds.items() if kind != "path"), "Path=/"]
+    return ["; ".join(own)] if hidden else ["; ".join(own), "; ".join(copy)]
+
+
 def _name(line: str) -> str:
     return line.partition(":")[0].strip().lower()
 
@@ -108,11 +165,11 @@ def _value(line: str) -> str:
 
 @dataclass(slots=True)
 class Forward:
-    """One open port: where the browser asks, where the program listens, when it was last used (monotonic seconds)."""
+    """One open port: where the browser asks, when it was last used (monotonic seconds), the prefix of its cookies."""
 
     server: asyncio.Server
-    target: str
     used_s: float
+    prefix: str
     connections: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     @property
@@ -135,6 +192,8 @@ class Forwards:
     may: Callable[[Caller, JobId], object]
     find: Callable[[Key], Awaitable[str]]
     open_ports: dict[Key, Forward] = field(default_factory=dict[Key, Forward])
+    connections_of: Counter[str] = field(default_factory=Counter[str])
+    """Open connections that may pass, by user."""
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def open(self, key: Key) -> int:
@@ -146,9 +205,9 @@ class Forwards:
             return await self._opened(key)
 
     async def _opened(self, key: Key) -> int:
-        target = await self.find(key)
+        await self.find(key)
         if (known := self.open_ports.get(key)) is not None:
-            known.target, known.used_s = target, self.clock.monotonic_s()
+            known.used_s = self.clock.monotonic_s()
             return known.port
         if len(self.open_ports) >= FORWARDS_MAX:
             raise LimitExceeded(f"{FORWARDS_MAX} ports of jobs are open", hint="stop a job that has one")
@@ -166,7 +225,8 @@ class Forwards:
             server = await asyncio.start_server(taken, self.host, 0, limit=HEAD_BYTES_MAX)
         except OSError as error:
             raise NotReachable(f"no port could be opened at {self.host}: {error.strerror}") from None
-        self.open_ports[key] = Forward(server, target, self.clock.monotonic_s())
+        prefix = f"{PREFIX}{self.auth.sign('/'.join(key), 'port')[:16]}_"
+        self.open_ports[key] = Forward(server, self.clock.monotonic_s(), prefix)
         return self.open_ports[key].port
 
     def used_s(self, job: JobId) -> float:
@@ -183,85 +243,131 @@ class Forwards:
             await asyncio.gather(*forward.connections, return_exceptions=True)
 
     async def _connection(self, key: Key, forward: Forward, browser: Streams) -> None:
-        program: Streams | None = None
         try:
             async with asyncio.timeout(HEAD_S):
                 head = Head.of(await browser[0].readuntil(b"\r\n\r\n"))
-            refusal = self._refusal(key, head, browser)
-            if not refusal:
-                program = await self._reached(key, forward)
-                refusal = _page("502 Bad Gateway", f"Nothing listens at port {key[2]} of {key[1]} yet. Reload.")
-            if program is None:
-                browser[1].write(refusal)
+            address = str(browser[1].get_extra_info("peername")[0])
+            refusal, caller = self._checked(key, head, address)
+            if caller is None or self.connections_of[caller.user] >= CONNECTIONS_OF_USER_MAX:
+                browser[1].write(refusal or _page("503 Service Unavailable", _TOO_MANY))
                 await browser[1].drain()
-            else:
-                await self._relay(forward, head, browser, program)
+                return
+            self.connections_of[caller.user] += 1
+            try:
+                await self._pass_on(key, forward, Relay(head, browser, self.clock), address)
+            finally:
+                self.connections_of[caller.user] -= 1
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # either side is gone, or spoke no HTTP
         finally:
-            for _, writer in filter(None, (browser, program)):
-                writer.close()
+            browser[1].close()
 
-    async def _reached(self, key: Key, forward: Forward) -> Streams | None:
-        """A connection to the program; its port is looked up again where nothing listens: it may have been replaced."""
-        for again in (False, True):
-            try:
-                if again:
-                    forward.target = await self.find(key)
-                host, _, port = forward.target.rpartition(":")
-                async with asyncio.timeout(CONNECT_S):
-                    return await asyncio.open_connection(host, int(port), limit=HEAD_BYTES_MAX)
-            except (OSError, TimeoutError, RotaError):
-                continue
-        return None
+    async def _pass_on(self, key: Key, forward: Forward, relay: Relay, address: str) -> None:
+        """Until the program has answered, or either side, the rights of the caller or all traffic has ended."""
+        program = await self._reached(key)
+        if program is None:
+            where = f"Nothing listens at port {key[2]} of {key[1]} yet. Reload."
+            relay.browser[1].write(_page("502 Bad Gateway", where))
+            await relay.browser[1].drain()
+            return
+        works = (relay.run(forward, program), self._watch(key, relay, address))
+        tasks = [asyncio.create_task(work, name="port") for work in works]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            program[1].close()
 
-    def _refusal(self, key: Key, head: Head, browser: Streams) -> bytes:
-        """The answer to a request that may not pass; empty for one that may."""
+    async def _watch(self, key: Key, relay: Relay, address: str) -> None:
+        """Return when the connection is to be closed: it is idle, or its caller may not have it any more."""
+        while self.clock.monotonic_s() - relay.used_s < IDLE_S:
+            await self.clock.sleep(CHECK_S)
+            if self._checked(key, relay.head, address)[1] is None:
+                return
+
+    async def _reached(self, key: Key) -> Streams | None:
+        """A connection to the program where it listens now: a restart of its instance gives it another port."""
+        try:
+            host, _, port = (await self.find(key)).rpartition(":")
+            async with asyncio.timeout(CONNECT_S):
+                program = await asyncio.open_connection(host, int(port), limit=HEAD_BYTES_MAX)
+        except (OSError, TimeoutError, RotaError):
+            return None
+        return program
+
+    def _checked(self, key: Key, head: Head, address: str) -> tuple[bytes, Caller | None]:
+        """The caller of a request that may pass; else the answer to it."""
         job, instance, name = key
         if head.get("transfer-encoding"):
-            return _page("411 Length Required", "Send the body with its length.")
+            return _page("411 Length Required", "Send the body with its length."), None
         try:
-            self.may(self.auth.check(head.asked(browser[1].get_extra_info("peername")[0])), job)
+            caller = self.auth.check(head.asked(address))
+            self.may(caller, job)
         except NotAllowed as error:
-            return _page("403 Forbidden", error.message)
+            return _page("403 Forbidden", error.message), None
         except RotaError as error:
             if "text/html" in head.get("accept"):
-                name_asked = head.get("host").rpartition(":")[0]
-                where = f"http://{name_asked}:{self.page_port}/login?next=/ports/{job}/{instance}/{name}"
-                return f"HTTP/1.1 303 See Other\r\nLocation: {where}\r\nContent-Length: 0\r\n\r\n".encode()
-            return _page("401 Unauthorized", error.message)
-        return b""
+                asked_host = bracketed(host_of(head.get("host")))
+                where = f"http://{asked_host}:{self.page_port}/login?next=/ports/{job}/{instance}/{name}"
+                return f"HTTP/1.1 303 See Other\r\nLocation: {where}\r\nContent-Length: 0\r\n\r\n".encode(), None
+            return _page("401 Unauthorized", error.message), None
+        return b"", caller
 
-    async def _relay(self, forward: Forward, head: Head, browser: Streams, program: Streams) -> None:
+
+@dataclass(slots=True)
+class Relay:
+    """One request of a browser on its way; ``used_s`` is when a byte last came, from either side."""
+
+    head: Head
+    browser: Streams
+    clock: Clock
+    used_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.used_s = self.clock.monotonic_s()
+
+    async def run(self, forward: Forward, program: Streams) -> None:
         """Both ways until the program has answered: of the browser the body alone, or all once it is upgraded."""
-
-        async def up() -> None:
-            left = int(head.get("content-length") or 0)
-            while head.upgrades or left > 0:
-                data = await browser[0].read(CHUNK_BYTES if head.upgrades else min(left, CHUNK_BYTES))
-                if not data:
-                    break
-                left -= len(data)
-                forward.used_s = self.clock.monotonic_s()
-                program[1].write(data)
-                await program[1].drain()
-            if head.upgrades and program[1].can_write_eof():
-                program[1].write_eof()
-
+        for _, writer in (self.browser, program):
+            _keep_alive(writer)
         forward.used_s = self.clock.monotonic_s()
-        program[1].write(head.sent_on())
-        sending = asyncio.create_task(up(), name="port, up")
+        program[1].write(self.head.sent_on(forward.prefix))
+        sending = asyncio.create_task(self._up(forward, program[1]), name="port, up")
         try:
             answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
             while answer.interim:
                 answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
-            browser[1].write(answer.sent_back())
+            self.browser[1].write(answer.sent_back(forward.prefix, self.head))
             while data := await program[0].read(CHUNK_BYTES):
-                browser[1].write(data)
-                await browser[1].drain()
+                self.used_s = self.clock.monotonic_s()
+                self.browser[1].write(data)
+                await self.browser[1].drain()
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    async def _up(self, forward: Forward, program: asyncio.StreamWriter) -> None:
+        head, left = self.head, int(self.head.get("content-length") or 0)
+        while head.upgrades or left > 0:
+            data = await self.browser[0].read(CHUNK_BYTES if head.upgrades else min(left, CHUNK_BYTES))
+            if not data:
+                break
+            left -= len(data)
+            forward.used_s = self.used_s = self.clock.monotonic_s()
+            program.write(data)
+            await program.drain()
+        if head.upgrades and program.can_write_eof():
+            program.write_eof()
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Let the kernel ask a silent side, so that one that vanished ends its connection."""
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
 
 
 def _page(status: str, text: str) -> bytes:

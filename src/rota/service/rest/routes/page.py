@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.service.accounts import Role
 from rota.service.models.accounts import Health, LoginDocument
 from rota.service.models.base import Sent
-from rota.service.rest.auth import COOKIE, SESSION_TTL_S
+from rota.service.rest.auth import COOKIE, SESSION_TTL_S, bracketed, host_of
 from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
 from rota.spec.errors import BadInput, NoToken, NotReachable, UnknownName
 
@@ -114,8 +114,8 @@ async def port(request: Request, app: Parts, job: str, role: str, rank: int, nam
     except NoToken:
         return RedirectResponse(f"/login?next={quote(request.url.path)}", status_code=303)
     opened = await app.forwards.open((found.id, f"{role}/{rank}", name))
-    name_asked = request.headers["host"].rpartition(":")[0] or request.headers["host"]
-    return RedirectResponse(f"{request.url.scheme}://{name_asked}:{opened}/", status_code=303)
+    asked = bracketed(host_of(request.headers["host"]))
+    return RedirectResponse(f"{request.url.scheme}://{asked}:{opened}/", status_code=303)
 
 
 class LoginBody(BaseModel):

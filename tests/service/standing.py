@@ -18,6 +18,7 @@ import uvicorn
 from tests import postgres
 from tests.service.described import check
 
+from rota.job.core.desired import timers
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
@@ -32,7 +33,15 @@ from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
 from rota.service.rest.routes import streams
 from rota.spec.errors import EngineUnavailable
-from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEvent, MasterStarted, Reattached
+from rota.spec.events import (
+    GangReserved,
+    InstanceReady,
+    InstanceStarted,
+    JobEvent,
+    MasterStarted,
+    Reattached,
+    TimerFired,
+)
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.resources import Node
 from rota.spec.states import JobState
@@ -194,6 +203,12 @@ class Standing:
         scope = master_scope(JobId(job))
         epoch = self.log.fence(scope) or self.log.take_epoch(scope)
         return self.log.append(list(events), writer=Writer(scope=scope, epoch=epoch), job=JobId(job))[-1].number
+
+    async def heal(self, job: str) -> None:
+        """Let the time pass that the job must run until its recoveries count as healed."""
+        ctx = self.app.loop.installation.jobs[JobId(job)].ctx
+        name = next(one.timer for one in timers(ctx) if one.timer.startswith("healed/"))
+        await self.seen(self.as_master(job, TimerFired(timer=name)))
 
     async def play_start(self, job: str, *members: str, pid: int = 1000) -> None:
         """What the master of an admitted job writes until its instances run where they are placed, ``pid`` and up."""

@@ -14,6 +14,7 @@ from test_cli import own_home, with_cli
 from rota.service.process.tasks import look_for_hangs
 from rota.service.views.alerts import alert_list, suspicion
 from rota.service.views.installation import Installation
+from rota.service.webhooks import notice_of
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import (
     FailoverEnded,
@@ -23,6 +24,7 @@ from rota.spec.events import (
     InstanceStarted,
     InstanceStopped,
     NodeLost,
+    TimerFired,
 )
 from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
@@ -129,6 +131,11 @@ def test_an_alert_is_acknowledged_once_and_shown_after_those_that_nobody_has_see
             FailoverEnded(failover=1, seconds=2.0),
         )
         await service.seen(number)
+        assert (await ask("alerts", "--json")).document["items"] == [], "that it runs again proves nothing yet"
+        await service.heal(job)
+        history = service.app.loop.installation.jobs[JobId(job)]
+        mine = [one for one in service.log.read(after=0) if one.job == job]
+        assert [type(one.event) for one in mine if notice_of(one, history) == "healed"] == [TimerFired]
         await service.app.loop.append([NodeLost(node=NodeId("r0n1"), text="no heartbeat")])
         listed = (await ask("alerts", "--json")).document["items"]
         assert [one["code"] for one in listed] == ["NODE_LOST", "RECOVERED"]

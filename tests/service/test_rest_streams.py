@@ -129,7 +129,11 @@ def test_a_failure_is_told_as_seen_decided_and_healed_with_its_traceback(tmp_pat
         )
         await service.seen(service.as_master("hello-1", *healed))
         item = (await service.get("/jobs/hello-1/failures"))["items"][0]
-        assert (item["level"], item["instance"], item["traceback"], item["healed"]) == ("process", "main/0", "T", True)
+        assert (item["level"], item["instance"], item["traceback"]) == ("process", "main/0", "T")
+        assert (item["healed"], item["seconds"] is not None) == (False, True), "it runs again, which proves nothing yet"
+        assert "rota_failover_seconds_count" not in (await service.http.get("/metrics")).text
+        await service.heal("hello-1")
+        assert (await service.get("/jobs/hello-1/failures"))["items"][0]["healed"]
         assert item["losses"][0]["signal"] == 9
         job = await service.get("/jobs/hello-1")
         one = job["instances"][0]

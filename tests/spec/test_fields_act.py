@@ -80,6 +80,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "Fail.restart": ("spec/job.py", "self.fail.restart"),
     "Fail.limit_n": ("job/core/check.py", "role.fail.limit_n"),
     "Fail.limit_window_s": ("job/core/check.py", "role.fail.limit_window_s"),
+    "Fail.same": ("job/core/check.py", "role.fail.same"),
     "Fail.then": ("job/core/failover.py", "role.fail.then"),
     "Fail.state": ("job/core/survival.py", "role.fail.state"),
     "Fail.degrade": ("job/core/failover.py", "role.fail.degrade"),

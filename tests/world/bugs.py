@@ -109,6 +109,12 @@ def budget_reset_at_restart(patch: Patch) -> None:
     patch.setattr(losses, "reattach", lambda ctx, event: replace(real(ctx, event), charges=()))
 
 
+def repeated_errors_forgotten_at_restart(patch: Patch) -> None:
+    """A new master forgets which errors came again and again."""
+    real = losses.reattach
+    patch.setattr(losses, "reattach", lambda ctx, event: replace(real(ctx, event), repeats=()))
+
+
 def started_beside_the_old_one(patch: Patch) -> None:
     """A replacement starts while the old process is still being stopped."""
     real = desired._start
@@ -506,6 +512,11 @@ BUGS = (
     Bug("lost_wake_up", lost_wake_up, MASTERS),
     Bug("released_too_early", released_too_early, KILLS),
     Bug("budget_reset_at_restart", budget_reset_at_restart, replace(BOTH, kill_instance_s=2.0)),
+    Bug(
+        "repeated_errors_forgotten_at_restart",
+        repeated_errors_forgotten_at_restart,
+        replace(MASTERS, failing_code=True, jobs=4),
+    ),
     Bug("started_beside_the_old_one", started_beside_the_old_one, KILLS),
     Bug("fenced_loop_commits", fenced_loop_commits, replace(KILLS, kill_instance_s=2.0, jobs=3, engine=SLOW_CALLS)),
     Bug("no_fence_in_the_log", no_fence_in_the_log, replace(MASTERS, second_master_s=2.0)),

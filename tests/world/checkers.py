@@ -11,6 +11,7 @@ from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
+from rota.job.core.repetition import SECONDARY_TEXTS
 from rota.job.core.survival import keepers
 from rota.job.rpc.peers import WEIGHTS
 from rota.spec.events import (
@@ -75,6 +76,8 @@ class Checkers:
     masters: dict[JobId, Epoch] = field(default_factory=dict[JobId, Epoch])
     batches: dict[JobId, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
     """Job -> commit -> the items of streams that it made trained."""
+    same: dict[JobId, dict[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
+    """Job -> instance -> the error that it ended with last, and how often in a row."""
     ended: set[JobId] = field(default_factory=set[JobId])
     in_peace: dict[JobId, float] = field(default_factory=dict[JobId, float])
     """Jobs that give their devices back, nothing having failed since they were asked to, and their grace in seconds."""
@@ -107,6 +110,7 @@ class Checkers:
         self._commits(job, record, before)
         self._samples(job, record, before)
         self._budgets(job, record, before)
+        self._same_errors(job, record, before)
         self._stops(job, record, before)
         self._commands(job, record, before)
         after = fold(before, record)
@@ -383,6 +387,27 @@ class Checkers:
                 self.restarts[key] += 1
                 if fail.limit_window_s >= 3600 and self.restarts[key] > fail.limit_n:
                     raise Violation(f"{job}: restart {self.restarts[key]} of {role}, its limit is {fail.limit_n}")
+            case _:
+                pass
+
+    def _same_errors(self, job: JobId, record: Record, before: JobContext) -> None:
+        """No instance is tried again once its tries ended with the same error and no commit between."""
+        match record.event:
+            case Committed() | JobQueued():
+                self.same.pop(job, None)
+            case TimerFired(timer=timer) if timer.startswith("healed/"):
+                self.same.pop(job, None)
+            case FailoverStarted(reason=Reason.USER_ERROR, role=role, rank=rank, text=text, failover=n, level=level):
+                if n != before.failover_count + 1 or before.spec is None or level == "node":
+                    return
+                if any(one in text.lower() for one in SECONDARY_TEXTS):
+                    return
+                known = self.same.setdefault(job, {})
+                last, count = known.get((role, rank), ("", 0))
+                known[role, rank] = text, (count if text == last else 0) + 1
+                most, over = before.spec.role(role).fail.same, record.event.move_reason is Reason.SAME_ERROR
+                if not over and 0 < most <= known[role, rank][1]:
+                    raise Violation(f"{job}: {role}/{rank} is tried again after {most} times {text!r} and no commit")
             case _:
                 pass
 

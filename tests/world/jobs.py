@@ -25,8 +25,6 @@ def random_job(
     if failing:
         scripts = {role: _fragile(rng, script) for role, script in scripts.items()}
     scripts = {role: replace(script, calm_after_s=calm_after_s) for role, script in scripts.items()}
-    if any(script.always_fails for script in scripts.values()):
-        job = replace(job, roles=tuple(_never_forgetting(role) for role in job.roles))
     limited = rng.random() < 0.15
     return replace(
         job,
@@ -47,11 +45,6 @@ def with_peers(job: JobSpec) -> JobSpec:
 def after_another(rng: random.Random, job: JobSpec, before: int) -> JobSpec:
     """The job, which needs the success or the end of one of the ``before`` jobs before it."""
     return replace(job, after=(After(job=f"j{rng.randrange(before)}", when=rng.choice(("succeeded", "ended"))),))
-
-
-def _never_forgetting(role: RoleSpec) -> RoleSpec:
-    """With a short window a role that always fails would be restarted for ever, as its contract says."""
-    return replace(role, fail=replace(role.fail, limit_window_s=86400.0))
 
 
 def _fragile(rng: random.Random, script: Script) -> Script:

@@ -79,6 +79,9 @@ class Counts:
         job = installation.jobs.get(record.job) if record.job is not None else None
         if job is None:
             return
+        for one in job.healed_with(record):
+            if one.number is not None and one.joined_by is None and one.ended_at is not None:
+                self.failover.observe(one.level, one.ended_at - one.decided_at)
         match record.event:
             case e.JobAdmitted(attempt=1):
                 self.wait.observe(job.queue, record.at - job.submitted_at)
@@ -94,10 +97,6 @@ class Counts:
                 self.restarts[job.queue] += job.instances[(role, rank)].now.restarts > 0
             case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
                 self.failovers[(level, reason)] += 1
-            case e.FailoverEnded(failover=number, seconds=seconds):
-                for failure in job.failures:
-                    if failure.number == number and failure.attempt == job.ctx.attempt:
-                        self.failover.observe(failure.level, seconds)
             case e.Committed():
                 self._count_samples(job.id, record.event)
             case e.RolledBack(from_commit=old, to_commit=new):
@@ -198,7 +197,7 @@ class Metrics(Collector):
         counts = self.counts
         yield counts.wait.family("rota_wait_seconds", "From submit to the first admission.", "queue")
         yield counts.completion.family("rota_completion_seconds", "From submit to the end.", "queue")
-        yield counts.failover.family("rota_failover_seconds", "Length of recoveries.", "level")
+        yield counts.failover.family("rota_failover_seconds", "Length of recoveries that healed.", "level")
 
     def _queues(self) -> Iterator[Metric]:
         now = self._clock.wall_s()

@@ -60,7 +60,7 @@ def notice_of(record: Record, history: JobHistory | None = None) -> str:
     match record.event:
         case e.JobAdmitted(attempt=1):
             return "started"
-        case e.FailoverEnded():
+        case e.Committed() | e.TimerFired() if history is not None and history.healed_with(record):
             return "healed"
         case e.PreemptAsked() if history is not None and history.gives_all_back(record.at, record.event):
             return "preempted"

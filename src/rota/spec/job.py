@@ -37,13 +37,15 @@ class Fail:
     ``restart`` is the narrowest scope; ``limit_n`` failures within ``limit_window_s`` are absorbed there, the next one
     widens to ``then`` (tried in order). ``state`` lists where state may come back from, cheapest first. ``degrade`` is
     the fewest instances the job may continue with, ``standby`` how many warm spares are kept. ``progress_s`` is the
-    longest legal silence. ``bad_data`` items may fail before the job does.
+    longest legal silence. ``same`` failures in a row with the same error of the code and no commit between end the job,
+    whatever the window; 0: they do not. ``bad_data`` items may fail before the job does.
     """
 
     restart: Restart | None = None
     """None: ``process`` for independent roles, ``role`` for meshed ones."""
     limit_n: int = 3
     limit_window_s: float = 600.0
+    same: int = 3
     then: tuple[Restart, ...] = ("node", "job")
     state: tuple[Literal["none", "shadow", "peer", "checkpoint"], ...] = ("shadow",)
     degrade: int | None = None

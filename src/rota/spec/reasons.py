@@ -121,6 +121,7 @@ class Reason(StrEnum):
     # moves between levels of recovery
     BUDGET_PROCESS = _widens("The limit of process restarts in the window is used up.")
     BUDGET_NODE = _widens("The limit of node replacements in the window is used up.")
+    SAME_ERROR = _widens("The same error came each time with no commit between; another try would fail as well.")
     # failure
     NODE_SUSPECT = _fails("infra", "Several instances of one node died together, or a full check found it unfit.")
     # moves between levels of recovery

@@ -178,6 +178,7 @@ def test_a_sound_job_has_no_problems(job):
         (towers(more=Edge(source="speller.read", target="vision.encode", kind="grad")), "GRAD_CHAIN", "none leaves"),
         (spec(), "MISSING", "at least one"),
         (spec(service("a", fail=fail(limit_n=-1))), "LIMIT", "such as 3/10m"),
+        (spec(service("a", fail=fail(same=-1))), "LIMIT", "0 keeps trying within limit"),
         (
             spec(
                 service("a", 1, op("f")), service("b", 1, op("g")), edges=(Edge(source="a.f", target="b.g", micro=0),)

@@ -157,7 +157,7 @@ def test_a_failure_during_a_failover_joins_it(driven):
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_limit_k_is_exactly_k_plus_one_runs_then_failed_with_the_traceback(driven, limit):
-    driven.run(spec(service("w", 2, fail=fail(limit_n=limit)), command("c")))
+    driven.run(spec(service("w", 2, fail=fail(limit_n=limit, same=0)), command("c")))
     starts = 0
     for _ in range(20):
         if driven.ctx.state.terminal:

@@ -258,7 +258,7 @@ export interface FailureList {
   next: null;
 }
 
-/** One recovery: cause, level, what was restored, how long it took. */
+/** One recovery: cause, level, what was restored, and how long it took until all were ready again (`seconds`). `healed`: a commit, the time that the job ran on, or its success has proved it. */
 export interface FailureRow {
   n: number;
   failover: number | null;

@@ -9,7 +9,7 @@ const CAUSES: Record<string, string> = { user: "your code", data: "the data", in
 /** Consecutive recoveries from the same error of the same role, as one entry with the last of them. */
 export function grouped(items: FailureRow[]): { last: FailureRow; times: number }[] {
   const found: { last: FailureRow; times: number }[] = [];
-  const same = (a: FailureRow, b: FailureRow) => a.healed && b.healed && a.role === b.role && a.reason === b.reason && a.text === b.text && a.traceback === b.traceback;
+  const same = (a: FailureRow, b: FailureRow) => a.seconds !== null && b.seconds !== null && a.healed === b.healed && a.role === b.role && a.reason === b.reason && a.text === b.text && a.traceback === b.traceback;
   for (const one of items) {
     const before = found.at(-1);
     if (before && same(before.last, one)) {
@@ -46,7 +46,7 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
         </Card>
       )}
       {grouped(of.items).map(({ last, times }) => (
-        <Recovery key={last.n} job={job} of={last} times={times} />
+        <Recovery key={last.n} job={job} of={last} times={times} ended={!!of.end} />
       ))}
       {of.open_losses.map((one) => (
         <Card key={`${one.instance} ${one.epoch}`} title={`Lost: ${one.instance}`} tone="bad">
@@ -59,10 +59,18 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
   );
 }
 
-function Recovery({ job, of, times }: { job: string; of: FailureRow; times: number }) {
+/** A recovery is healed once a commit, or the time that the job ran on, has proved it. */
+function outcome(of: FailureRow, ended: boolean): string {
+  if (of.healed) return "✓ healed";
+  if (of.joined_by) return `merged into recovery ${of.joined_by}`;
+  if (ended) return "not healed";
+  return of.seconds === null ? "↻ under way" : "restarted, not proven yet";
+}
+
+function Recovery({ job, of, times, ended }: { job: string; of: FailureRow; times: number; ended: boolean }) {
   const restore = of.seconds === null ? null : of.seconds - of.detect_to_decide_s;
   return (
-    <Card title={`${times > 1 ? `Recoveries ${of.n - times + 1} to ${of.n}, ${times} times the same error` : `Recovery ${of.n}`}: ${of.healed ? "✓ healed" : of.joined_by ? `merged into recovery ${of.joined_by}` : "↻ under way"}`} tone={of.healed ? "good" : "warn"}>
+    <Card title={`${times > 1 ? `Recoveries ${of.n - times + 1} to ${of.n}, ${times} times the same error` : `Recovery ${of.n}`}: ${outcome(of, ended)}`} tone={of.healed ? "good" : "warn"}>
       <ol className="steps">
         <li>
           <strong>Seen</strong> <When at={of.seen_at} />
@@ -78,7 +86,7 @@ function Recovery({ job, of, times }: { job: string; of: FailureRow; times: numb
           </div>
         </li>
         <li>
-          <strong>{of.seconds === null ? "Not healed yet" : `Healed in ${seconds(restore)}`}</strong>
+          <strong>{of.seconds === null ? "Not restarted yet" : `${of.healed ? "Healed" : "Restarted"} in ${seconds(restore)}`}</strong>
           <div>
             back to commit {of.restore}, {counted(of.lost_commits, "commit")} lost
           </div>

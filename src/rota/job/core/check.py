@@ -33,6 +33,9 @@ def _operations(spec: JobSpec) -> Iterator[Finding]:
         if role.fail.limit_n < 0 or role.fail.limit_window_s <= 0:
             path, message = ("roles", role.name, "fail", "limit"), "limit needs a count and a window, such as 3/10m"
             yield Finding(path=path, message=message, code="LIMIT")
+        if role.fail.same < 0:
+            path, message = ("roles", role.name, "fail", "same"), f"same is {role.fail.same}, it must be 0 or more"
+            yield Finding(path=path, message=message, hint="0 keeps trying within limit; 3 is usual", code="LIMIT")
         for op in role.interface.ops if role.interface else ():
             yield from _axes(role, op)
             yield from _operation(role, op)

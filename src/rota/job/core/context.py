@@ -17,7 +17,7 @@ from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
-CONTEXT_VERSION = 7
+CONTEXT_VERSION = 8
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
@@ -230,6 +230,15 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedError:
+    """How often in a row a unit (named by its first instance) failed with the same error; see ``repetition``."""
+
+    unit: InstanceId
+    identity: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How the attempt ends once everything is stopped: the job's end, or the queue again.
 
@@ -267,6 +276,8 @@ class JobContext:
     what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever
     seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed`` though all look like consequences;
     ``escalated`` is the level that was just found impossible, ``checked`` a suspected node and whether it is fit.
+    ``repeats`` are errors that came again and again since the last commit; ``heals_s`` is how long the job must run
+    until its recoveries count as healed without a commit (None: they do), ``runs_since_s`` since when it has run.
     ``retries`` counts restarts of the whole job that were its own fault, ``free_requeues`` the others. ``hosts`` is
     where each instance was at the last commit: there memory has its state. ``copies`` are those of commit
     ``copied_n`` on other machines, ``copy_fails`` counts outcomes without one since the last. ``starting_s`` is when
@@ -322,6 +333,9 @@ class JobContext:
     failover_count: int = 0
     open_failover: int | None = None
     charges: tuple[Charge, ...] = ()
+    repeats: tuple[RepeatedError, ...] = ()
+    heals_s: float | None = None
+    runs_since_s: float | None = None
     retries: int = 0
     free_requeues: int = 0
     admitted_s: float = 0.0

@@ -108,6 +108,9 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
             first_s = min(loss.at_s for loss in ctx.losses)
             yield SetTimer(timer=f"diagnose/{ctx.failover_count + 1}", since_s=first_s, after_s=DIAGNOSE_S)
         return
+    if ctx.state is JobState.RUNNING and ctx.heals_s is not None and ctx.runs_since_s is not None:
+        timer = f"healed/{ctx.failover_count}/{ctx.runs_since_s:.3f}"
+        yield SetTimer(timer=timer, since_s=ctx.runs_since_s, after_s=ctx.heals_s)
     if ctx.state is JobState.RUNNING and (there := resize.departing(ctx)):
         node = ctx.bundle(there[0].id)[1].node
         due_s, until_s = ctx.drains[node], migration.save_until(ctx)
@@ -353,8 +356,10 @@ def _with_state(ctx: JobContext) -> JobContext:
         state = _on_the_way(ctx)
     if state is ctx.state:
         return ctx
-    first = state is JobState.RUNNING and ctx.started_s is None
-    return moved(ctx, state, started_s=ctx.at_s if first else ctx.started_s)
+    if state is not JobState.RUNNING:
+        return moved(ctx, state)
+    started_s, since_s = (ctx.at_s if one is None else one for one in (ctx.started_s, ctx.runs_since_s))
+    return moved(ctx, state, started_s=started_s, runs_since_s=since_s)
 
 
 def _on_the_way(ctx: JobContext) -> JobState:

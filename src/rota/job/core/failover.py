@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.job.core import shutdown, survival
+from rota.job.core import repetition, shutdown, survival
 from rota.job.core.context import (
     FAILED_GRACE_S,
     FAILOVERS_KEPT_MAX,
@@ -21,6 +21,7 @@ from rota.job.core.context import (
     replace,
 )
 from rota.job.core.graph import recovery_scope, replaced
+from rota.job.core.repetition import is_secondary
 from rota.job.core.resize import (
     OF_THE_NODE,
     PLANNED,
@@ -40,23 +41,6 @@ from rota.spec.job import Restart, RoleSpec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
-SECONDARY_TEXTS = (
-    "connection reset by peer",
-    "connection closed by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "read error",
-    "nccl communicator was aborted",
-    "application timeout caused pair closure",
-    "roledown",
-    "role_down",
-    "calllost",
-    "call_lost",
-)
-"""What an instance reports when another one went away; in lower case."""
-
-
 PLATFORM = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT, Reason.SELF_ENDED})
 """Faults of what carries the job: engine, node, reservation; and of a process that ended itself, since its master did
 not answer, or since it could not follow a recovery."""
@@ -68,16 +52,6 @@ class DiagnosisRule:
 
     name: str
     fits: Callable[[Loss], bool]
-
-
-def is_secondary(loss: Loss) -> bool:
-    """True for an error that only reports the loss of another instance: it is never the root."""
-    if loss.reason is Reason.COLLECTIVE_TIMEOUT:
-        return True
-    if loss.reason not in (Reason.USER_ERROR, Reason.EXIT_NONZERO):
-        return False
-    last = " ".join(line for line in (loss.text, loss.traceback.strip().rpartition("\n")[2]) if line).lower()
-    return any(text in last for text in SECONDARY_TEXTS)
 
 
 def _one_of(*reasons: Reason) -> Callable[[Loss], bool]:
@@ -191,7 +165,7 @@ class FailoverCoordinator:
             return NotYet(f"node {suspect} is being checked")
         move = self.move(cause)
         leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
-        if restore < ctx.committed:
+        if restore < ctx.committed and move.reason is not Reason.SAME_ERROR:
             move = Move(move.level, Level.NODE, Reason.STATE_LOST)
         return FailoverStarted(
             failover=ctx.failover_count + 1,
@@ -216,6 +190,8 @@ class FailoverCoordinator:
     def move(self, cause: Loss) -> Move:
         """The narrowest level of the ladder that still has budget and is possible."""
         ladder = list(self.ladder(cause))
+        if repetition.is_hopeless(self.ctx, cause):
+            return Move(Level.JOB, ladder[0] if ladder[0] is not Level.JOB else None, Reason.SAME_ERROR)
         if self.ctx.escalated is Level.NODE:
             fit = may_move(cause) and is_fit(self.ctx, cause)
             return Move(Level.PROCESS if fit else Level.JOB, Level.NODE, Reason.NO_NODE)
@@ -446,11 +422,13 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
         resized_s=ctx.at_s if resized else ctx.resized_s,
         boundary=False,
     )
+    if event.level is Level.NODE and not may_move(cause):
+        return replace(ctx, escalated=Level.NODE)
+    if not planned:
+        ctx = repetition.noted(ctx, cause)
     match event.level:
-        case Level.NODE if not may_move(cause):
-            return replace(ctx, escalated=Level.NODE)
         case Level.JOB:
-            return _restart_job(ctx, cause)
+            return _restart_job(ctx, cause, hopeless=event.move_reason is Reason.SAME_ERROR)
         case Level.PROCESS | Level.ROLE | Level.NODE:
             return _restart_scope(ctx, new, event)
 
@@ -533,8 +511,11 @@ def end_or_retry(ctx: JobContext, ending: Ending) -> JobContext:
     return shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
 
 
-def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
-    ctx = end_or_retry(ctx, job_level_ending(ctx, cause))
+def _restart_job(ctx: JobContext, cause: Loss, *, hopeless: bool) -> JobContext:
+    ending = job_level_ending(ctx, cause)
+    if hopeless:
+        ending = replace(ending, requeue=False, save_s=0.0, text=repetition.conclusion(ctx, cause))
+    ctx = end_or_retry(ctx, ending)
     return replace(ctx, losses=(), escalated=None, diagnosed=False, checked=None, open_failover=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rota.job.core import migration, resize, shutdown, survival
+from rota.job.core import migration, repetition, resize, shutdown, survival
 from rota.job.core.context import (
     Charge,
     Ending,
@@ -95,6 +95,8 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
             return migration.overdue(ctx)
         case "move":
             return ctx  # its time alone counts
+        case "healed":
+            return repetition.healed(ctx)
         case _:
             return _blame_late(ctx, doing)
 
@@ -279,6 +281,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         escalated=None,
         charges=charges,
         open_failover=None,
+        runs_since_s=None,
         retries=ctx.retries + (1 if event.counts else 0),
         free_requeues=ctx.free_requeues + (1 if free else 0),
         used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,

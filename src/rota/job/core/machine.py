@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rota.job.core import losses, migration, resize, shutdown, survival
+from rota.job.core import losses, migration, repetition, resize, shutdown, survival
 from rota.job.core.context import Ending, HeldGang, InstanceRecord, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
@@ -132,7 +132,8 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
             submitted = _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
             return submitted if earlier is None else survival.continued(submitted, earlier)
         case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec, from_commit=chosen)):
-            return moved(_with_spec(ctx, spec) if spec else ctx, JobState.QUEUED, resume_from=chosen)
+            known = _with_spec(ctx, spec) if spec else ctx  # what failed may have been repaired: its tries begin anew
+            return moved(known, JobState.QUEUED, resume_from=chosen, repeats=())
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
             return _with_spec(ctx, spec)
         case _, JobChanged(changes=changes) if ctx.spec is not None:
@@ -342,7 +343,7 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
         metrics=event.metrics,
         charges=charges if len(charges) < len(ctx.charges) else ctx.charges,
     )
-    done = replace(done, hosts=survival.hosts_now(done))
+    done = repetition.healed(replace(done, hosts=survival.hosts_now(done)))
     return replace(done, boundary=migration.at_boundary(done))
 
 

@@ -99,7 +99,11 @@ class FailPart(Part):
         "narrowest scope that is restarted", default="`process`; `role` for meshed roles"
     )
     limit: Annotated[tuple[int, float], Limit()] = optional(
-        "failures healed at that scope within a window; the next one goes to `then`: 3 are 4 runs", default="3/10m"
+        "failures absorbed at that scope within a window; the next one within it goes to `then`", default="3/10m"
+    )
+    same: CountOrNone = optional(
+        "tries after which the job ends FAILED when the code fails with the same error at the same line each time and"
+        " no commit came between, whatever `limit` says; 0: never"
     )
     then: Annotated[tuple[Annotated[Restart, OneOf(Restart)], ...], Several(bars=True)] = optional(
         "wider scopes, tried in order when the limit is used up"

@@ -155,7 +155,10 @@ class ScopeRow(Member):
 
 
 class FailureRow(Closed):
-    """One recovery: cause, level, what was restored, how long it took."""
+    """One recovery: cause, level, what was restored, and how long it took until all were ready again (``seconds``).
+
+    ``healed``: a commit, the time that the job ran on, or its success has proved it.
+    """
 
     n: int
     failover: int | None

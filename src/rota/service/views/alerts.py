@@ -89,16 +89,18 @@ def _of_jobs(jobs: Iterable[JobHistory], suspicions: Mapping[JobId, Suspicion], 
             text = f"{job.id} may hang: {one.text}"
             yield _row(id, "SUSPECTED_HANG", "critical", one.since, text, job=job.id, hint=f"rota why {job.id}")
         recent = [one for one in job.failures if one.ended_at is not None and now - one.ended_at < RECOVERED_S]
+        often = len(recent) >= LOOP_RECOVERIES and job.state is not JobState.FAILED
+        recent = recent if often else [one for one in recent if one.healed_by is not None]
         if not recent or (job.ended_at is not None and now - job.ended_at >= RECOVERED_S):
             continue
-        last, often = recent[-1], len(recent) >= LOOP_RECOVERIES
+        last = recent[-1]
         who = culprit_of_recovery(last)
         times = (
-            f"{counted(len(recent), 'time')} within an hour, the last time from the loss of "
+            f"was restarted {counted(len(recent), 'time')} within an hour, the last time after the loss of "
             if often
-            else "from the loss of "
+            else "recovered from the loss of "
         )
-        text = f"{job.id} recovered {times}{who.instance}: {last.cause.reason}"
+        text = f"{job.id} {times}{who.instance}: {last.cause.reason}"
         code, severity = ("RECOVERS_OFTEN", "warning") if often else ("RECOVERED", "info")
         id = f"recovered:{job.id}:{len(job.failures)}"
         yield _row(id, code, severity, last.ended_at, text, job=job.id, hint=f"rota failures {job.id}")

@@ -76,8 +76,10 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One recovery: what was seen, what was decided, when it was over. ``ended_at`` is None while it is open.
+    """One recovery: what was seen, what was decided, when everybody was ready again (``ended_at``; None: not yet).
 
+    ``healed_by`` is the record that proved it: a commit, the end of the time that the job must run after it, or its
+    success. One whose failure came again before that has healed nothing.
     ``number`` is that of the failover inside an attempt, None for a restart of the whole job.
     """
 
@@ -94,6 +96,7 @@ class Recovery:
     move_reason: Reason | None = None
     ended_at: float | None = None
     joined_by: int | None = None
+    healed_by: int | None = None
     lost_commits: int = 0
     restored_from: str = ""
     """Where the state of commit ``restore`` was: ``memory``, ``peer``, ``checkpoint``, ``start``.
@@ -233,6 +236,7 @@ class JobHistory:
         self._follow_instances(record.at, before, record.event)
         self._follow_attempts(record.at, before, record.event)
         self._follow_recovery(record.at, before, record.event)
+        self._follow_healing(record, before)
 
     def _note(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
@@ -342,6 +346,17 @@ class JobHistory:
         if self.state is JobState.RUNNING and before.state is not JobState.RUNNING:
             for failure in self.failures:
                 failure.ended_at = failure.ended_at or at
+
+    def _follow_healing(self, record: Record, before: JobContext) -> None:
+        proven = before.heals_s is not None and self.ctx.heals_s is None
+        if proven or (isinstance(record.event, JobEnded) and record.event.state is JobState.SUCCEEDED):
+            for failure in self.failures:
+                if failure.ended_at is not None and failure.healed_by is None:
+                    failure.healed_by = record.seq
+
+    def healed_with(self, record: Record) -> list[Recovery]:
+        """The recoveries that this record proved."""
+        return [one for one in self.failures if one.healed_by == record.seq]
 
     def _came_back_without(self, at: float, event: e.RolledBack) -> None:
         """A new attempt begins where the last commit is not at hand: its cost belongs to what ended the one before."""

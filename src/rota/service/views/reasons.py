@@ -267,7 +267,7 @@ def _item(n: int, one: Recovery) -> FailureRow:
         scope=[{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
         detect_to_decide_s=round(one.decided_at - one.seen_at, 3),
         seconds=None if ended_at is None else round(ended_at - one.seen_at, 3),
-        healed=ended_at is not None,
+        healed=one.healed_by is not None,
         losses=[_loss(at, loss) for at, loss in one.losses],
     )
 

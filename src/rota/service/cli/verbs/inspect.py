@@ -153,7 +153,7 @@ def failures(
 def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
     first, end = doc.get("first"), doc.get("end")
     over = "the job ended" if JobState(doc["state"]).terminal else "open"
-    rows = [item | {"open": "open"} for item in doc["items"]]
+    rows = [item | {"open": "not healed" if over != "open" else _restarted(item)} for item in doc["items"]]
     rows += [{"seen_at": one["at"], **one, "open": over} for one in doc["open_losses"]]
     if rows or not end:
         replace(FAILURES, empty=f"{doc['job']}: no failures").print(term, rows)
@@ -169,6 +169,10 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line("\nend: " + " ".join(part for part in (end["instance"], f"{end['reason']}: {end['text']}") if part))
         if end["traceback"] and end["traceback"] != (first or {}).get("traceback"):
             term.line(str(end["traceback"]).rstrip())
+
+
+def _restarted(item: Mapping[str, Any]) -> str:
+    return "open" if item["seconds"] is None else f"restarted after {lasting(item['seconds'])}"
 
 
 def _level(item: Mapping[str, Any]) -> str:

@@ -193,7 +193,8 @@ def _attempt_page(term: Terminal, row: Mapping[str, Any]) -> None:
     term.pairs([("job", row["job"]), ("attempt", row["attempt"]), *times, ("ended by", made_room)])
     term.pairs([("nodes", shortened(row["nodes"], 8)), ("placed there", why)])
     for one in row["failures"]:
-        healed = f"healed after {lasting(one['seconds'])}" if one["healed"] else "not healed"
+        took = f" after {lasting(one['seconds'])}" if one["seconds"] is not None else ""
+        healed = f"healed{took}" if one["healed"] else f"restarted{took}, not healed yet" if took else "not healed"
         term.line(f"{clock_time(one['seen_at'])}  {one['instance']} {one['reason']}: {one['text']}; {healed}")
 
 

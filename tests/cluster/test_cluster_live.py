@@ -442,8 +442,8 @@ def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_wor
     log.submit("big", 2, 4, at=2)
     ((_, waits),) = log.decide(2.0)
     assert isinstance(waits, JobWaits)
-    assert (waits.reason, waits.fields["nodes"]) == (Reason.BAD_CELLS, {"r0n1": "drained"})
-    assert waits.text == "Needs 8 GPUs; 4 are free, 4 are out of order: r0n1 is drained."
+    assert (waits.reason, waits.fields["nodes"]) == (Reason.NODES_DRAINED, {"r0n1": "drained"})
+    assert waits.text == "Needs 8 GPUs; 4 are free, 4 take no new work: r0n1 is drained."
     answer = log.scheduler.explain(JobId("big"), 3.0)
     assert answer is not None
     assert answer.would_start_now_with[0]["change"] == {"set": "nodes.r0n1", "value": "undrain"}

@@ -31,6 +31,7 @@ class Case:
     queue: Queue = DEFAULT
     profile: str = "fifo"
     bad: str = ""
+    health: Health = Health.BAD
 
 
 def gpus(count: int) -> Res:
@@ -55,6 +56,9 @@ CASES = {
         jobs=(JobAsk(id=JobId("j"), queue="default", shape=shape(slot(), slot(), apart=(((0,), (1,), "node"),))),)
     ),
     Reason.BAD_CELLS: Case(jobs=(ask("j", slot(8)),), nodes=(node("n", 4), node("sick", 8)), bad="sick"),
+    Reason.NODES_DRAINED: Case(
+        jobs=(ask("j", slot(8)),), nodes=(node("n", 4), node("sick", 8)), bad="sick", health=Health.CORDONED
+    ),
     Reason.AWAITING_PREEMPTION: Case(jobs=(ask("run", slot(4)), ask("j", priority=90)), profile="default"),
     Reason.RESERVED_FOR_OTHER: Case(
         jobs=(ask("run", slot(3), est_s=9.0), ask("big", slot(4), at=1, est_s=9.0), ask("j", at=2, est_s=99.0)),
@@ -78,7 +82,7 @@ def test_a_job_that_waits_knows_what_binds(reason: Reason) -> None:
     case = CASES[reason]
     s = state(*case.nodes, queues=(case.queue,))
     if case.bad:
-        apply(s, NodeChanged(node=NodeId(case.bad), health=Health.BAD), 0.0)
+        apply(s, NodeChanged(node=NodeId(case.bad), health=case.health), 0.0)
     for at, job in enumerate(case.jobs):
         step(s, JobArrived(ask=job), get_profile(case.profile), float(at))
     if reason is Reason.COOL_DOWN:

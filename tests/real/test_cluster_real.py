@@ -140,7 +140,7 @@ def test_a_drained_node_gets_nothing_new_and_is_named_as_what_binds(four_nodes: 
     cluster.finish(small)
     cluster.state(all_four, "QUEUED")
     why = four_nodes.ask(f"/jobs/{all_four}/explain")
-    assert why["why"]["code"] == "BAD_CELLS" and gone in why["why"]["text"]
+    assert why["why"]["code"] == "NODES_DRAINED" and gone in why["why"]["text"]
     assert {"set": f"nodes.{gone}", "value": "undrain"} in [one["change"] for one in why["would_start_now_with"]]
     four_nodes.ask(f"/nodes/{gone}:uncordon", {})
     four_nodes.running(all_four)

@@ -23,6 +23,15 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     }
 
 
+def test_the_home_that_a_process_of_the_service_is_given_has_the_origin_that_it_had(tmp_path: Path) -> None:
+    def origin(given: str, **environ: str) -> str:
+        return load_settings({"home": given}, environ).origins["home"]
+
+    assert origin(str(tmp_path), ROTA_HOME=str(tmp_path)) == "ROTA_HOME"
+    assert origin(load_settings({}, {}).home) == "default"
+    assert origin(str(tmp_path)) == origin(str(tmp_path), ROTA_HOME="/elsewhere") == "flag"
+
+
 def test_without_anything_the_service_is_on_the_loopback_address(tmp_path: Path) -> None:
     settings = load_settings({"home": str(tmp_path)}, {})
     assert (settings.host, settings.port, settings.url) == ("127.0.0.1", DEFAULT_PORT, "http://127.0.0.1:7700")

@@ -458,3 +458,20 @@ def test_a_service_that_is_not_taken_down_after_all_starts_jobs_again(
         assert (await service.until("hello-1", JobState.ADMITTED))["attempt"] == 1
 
     with_service(tmp_path, test)
+
+
+def test_a_cancel_without_a_service_says_how_many_jobs_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def submit(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit("name: big\nroles: {m: {run: [x], resources: {gpus: 4}}}\n")
+        await service.submit()
+        await service.until("hello-1", JobState.QUEUED, JobState.ADMITTED)
+
+    with_service(tmp_path, submit, pretend="1x1x4")
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert app.call(["down", "--jobs", "cancel", "--yes"]) == 1
+    assert "3 jobs left" in out.getvalue() and "no job was cancelled, as no service runs" in err.getvalue()

@@ -124,6 +124,28 @@ def test_ps_mine_lists_the_jobs_of_the_user_who_asks(tmp_path: Path) -> None:
     with_cli(tmp_path / "service", test)
 
 
+def test_an_unknown_queue_a_job_to_wait_for_a_drained_node_and_a_token_are_said_as_they_are(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        unknown = await ask("ps", "-q", "defualt")
+        assert (unknown.status, "no queue 'defualt'\n      did you mean 'default'?" in unknown.err) == (2, True)
+        assert "default" in (await ask("ps", "-q", "zzzzzz")).err and (await ask("ps", "-q", "default")).status == 0
+        after = await ask("run", "-d", "--after", "nojob", "--", "true")
+        assert after.status == 2 and after.err.startswith("--after nojob: ") and "no job 'nojob'" in after.err
+        assert (await ask("nodes", "drain", "r0n1", "--dry-run")).out == "r0n1 is healthy and would be drained\n"
+        assert (await ask("nodes", "drain", "r0n1", "--yes")).out == "r0n1 is drained\n"
+        await service.submit("name: big\nroles: {m: {run: [x], replicas: 2, resources: {gpus: 4}}}")
+        await service.until("big-1", JobState.QUEUED)
+        while "NODES_DRAINED" not in (shown := (await ask("ps")).out):
+            assert "BAD_CELLS" not in shown
+        await ask("user", "create", "ann", "--role", "user", "--queue", "default")
+        made = (await ask("token", "create", "--user", "ann", "--json")).document
+        assert made["role"] == "user", "it may what ann may, and no more"
+        [row] = (await ask("token", "ls", "--json")).document["items"]
+        assert (row["id"], row["role"]) == (made["id"], "user")
+
+    with_cli(tmp_path / "service", test)
+
+
 def test_yaml_says_what_json_says(tmp_path: Path) -> None:
     def read(text: str) -> Any:
         return YAML(typ="safe", pure=True).load(text)

@@ -36,9 +36,9 @@ def account(user: str) -> tuple[int, int, str, str]:
             entry = pwd.getpwnam(user)
             found = entry.pw_uid, entry.pw_gid, entry.pw_name, entry.pw_dir
     except (KeyError, ValueError):
-        raise CannotIsolate(f"run_as: this machine has no user {user!r}; name one of it, or UID:GID") from None
+        raise CannotIsolate(f"this machine has no user {user!r}; name one of it, or UID:GID") from None
     if found[0] <= 0 or found[1] <= 0:
-        raise CannotIsolate(f"run_as: {user!r} is root, or of its group; tenants need a user and group of their own")
+        raise CannotIsolate(f"{user!r} is root, or of its group; tenants need a user and group of their own")
     return found
 
 
@@ -49,7 +49,7 @@ def refusal(user: str) -> str:
     except CannotIsolate as error:
         return str(error)
     if os.geteuid() != 0:
-        return f"run_as: the service runs as user {os.geteuid()}; only one that runs as root can start jobs as others"
+        return f"the service runs as user {os.geteuid()}; only one that runs as root can start jobs as others"
     return ""
 
 

@@ -103,8 +103,7 @@ def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[st
     """The settings of this process. Raises BadInput naming the setting, its value and where it came from."""
     env = os.environ if environ is None else environ  # noqa: TID251 - settings are read here
     given = {name: value for name, value in (flags or {}).items() if value not in (None, "")}
-    home = str(given.get("home") or env.get("ROTA_HOME") or platformdirs.user_state_path("rota"))
-    home = str(Path(home).expanduser().absolute())
+    home = str(Path(str(given.get("home") or _home_of(env))).expanduser().absolute())
     file = _read_file(Path(home) / FILE)
     values: dict[str, object] = {"home": home}
     origins: dict[str, str] = {}
@@ -118,12 +117,18 @@ def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[st
             values[name], origins[name] = file[name], FILE
         else:
             origins[name] = "default"
+    if given.get("home") and Path(home) == Path(_home_of(env)):  # a process of the service is given what it has anyway
+        origins["home"] = "ROTA_HOME" if env.get("ROTA_HOME") else "default"
     if values.get("listen") and "host" not in values:
         values["host"], origins["host"] = values["listen"], "listen"
     if values.get("pretend") == NO_PRETEND:
         values["pretend"] = ""
     found = _Given({**values, "home": home}, origins)
     return _checked(Settings(**{name: found.typed(name) for name in values}, origins=origins), found)
+
+
+def _home_of(env: Mapping[str, str]) -> str:
+    return str(Path(env.get("ROTA_HOME") or platformdirs.user_state_path("rota")).expanduser().absolute())
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Reason(StrEnum):
     WRONG_TYPE = _waits("No node has the asked type of device.")
     CPU_OR_MEMORY = _waits("Devices are free, but CPU cores or memory beside them are not.")
     TOPOLOGY = _waits("Free devices are not close enough, or not far enough apart, for what the roles ask.")
+    NODES_DRAINED = _waits("Nodes that it could use are being drained or are cordoned: they take no new work.")
     BAD_CELLS = _waits("Devices of this tenant are out of order.")
     AWAITING_PREEMPTION = _waits("Devices are being given back by preempted jobs.")
     RESERVED_FOR_OTHER = _waits("Free devices are reserved for a job ahead.")

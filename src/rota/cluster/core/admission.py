@@ -428,7 +428,8 @@ def too_few_free(state: State, shape: Shape) -> Wait | None:
     text = f"Needs {counted(fields['asked_gpus'], 'GPU')}; {free:g} {_are(free)} free"
     bad = _out_of_order(state)
     if free + bad >= fields["asked_gpus"]:
-        return _out_of_use(state, f"{text}, {bad} are out of order", {**fields, "bad_gpus": bad})
+        how = "take no new work" if _all_drained(sick_nodes(state)) else "are out of order"
+        return _out_of_use(state, f"{text}, {bad} {how}", {**fields, "bad_gpus": bad})
     return Wait(reason=Reason.NO_FREE_DEVICES, text=f"{text}.", fields={**fields})
 
 
@@ -465,11 +466,18 @@ def sick_nodes(state: State) -> dict[str, str]:
     return {state.nodes[row].id: HEALTHS[int(state.node_health[row])] for row in rows.tolist()}
 
 
+def _all_drained(sick: Mapping[str, str]) -> bool:
+    """True when people took these nodes out of use, and nothing is wrong with them."""
+    return bool(sick) and {*sick.values()} <= {Health.DRAINED, Health.CORDONED}
+
+
 def _out_of_use(state: State, text: str, fields: Mapping[str, object]) -> Wait:
     nodes = sick_nodes(state)
     named = ", ".join(f"{node} is {health}" for node, health in list(nodes.items())[:NAMED_MAX])
     return Wait(
-        reason=Reason.BAD_CELLS, text=f"{text}: {named}." if named else f"{text}.", fields={**fields, "nodes": nodes}
+        reason=Reason.NODES_DRAINED if _all_drained(nodes) else Reason.BAD_CELLS,
+        text=f"{text}: {named}." if named else f"{text}.",
+        fields={**fields, "nodes": nodes},
     )
 
 

@@ -195,7 +195,7 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         found += _by_queue(state, profile, ask, now)
     if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
         found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
-    if wait.reason is Reason.BAD_CELLS:
+    if wait.reason in (Reason.BAD_CELLS, Reason.NODES_DRAINED):
         found += _by_node(state, profile, ask, now)
     if wait.reason in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT):
         found += _by_limit(state, profile, ask, wait, now)

@@ -298,7 +298,7 @@ class Intake:
         return spec
 
     def _with_dependencies(self, spec: JobSpec, given: Submission, caller: Caller) -> JobSpec:
-        """The job with the ids of the jobs that it starts after, which were submitted before: there is no cycle.
+        """The job with the ids of the jobs that it starts after, which were submitted before, so that no cycle can be.
 
         Raises JobFileError for one that is not there, and for one that had to succeed and did not.
         """

@@ -455,6 +455,22 @@ def _requeue_jobs(home: Home) -> dict[str, int]:
     return live
 
 
+def live_in_log(settings: Settings) -> dict[str, int]:
+    """How many jobs have not ended, by state, as the log of a service has it that does not run; none without a log."""
+    from rota.runtime.event_log.sql import SqlLog
+    from rota.service.process.assembly import db_url
+    from rota.service.views.installation import Installation
+
+    if not settings.db_url and not Home.of(settings.home).db.exists():
+        return {}
+    found = Installation()
+    with contextlib.closing(SqlLog(db_url(settings))) as log:
+        while records := log.read(after=found.number):
+            for record in records:
+                found.apply(record)
+    return dict(Counter(one.state.value for one in found.live.values()))
+
+
 def live_by_user(settings: Settings) -> dict[str, int]:
     """How many jobs of each user have not ended; nothing when no service runs. Raises what ``ask`` raises."""
     home, counts, cursor = Home.of(settings.home), Counter[str](), ""

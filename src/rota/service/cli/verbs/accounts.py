@@ -105,7 +105,7 @@ def _in_use(flags: Flags) -> dict[str, str]:
 
     address = find_service(flags.server, flags.token)
     if not address.token:
-        raise UnknownName(f"there is no token in {address.home}", hint="'rota up' makes one")
+        raise UnknownName(f"no token in {address.home}", hint="'rota up' makes one")
     return {"kind": "Token", "token": address.token, "url": address.url}
 
 
@@ -114,7 +114,7 @@ TOKENS = Table(
         "ID": "id",
         "USER": "user",
         "NAME": "name",
-        "MAY": lambda one: "as its user" if one["role"] == "admin" else f"at most {one['role']}",
+        "MAY": "role",
         "QUEUE": lambda one: one["queue"] or "all",
         "MADE": lambda one: clock_time(one["made_at"]),
         "ENDS": lambda one: "revoked" if one["revoked"] else clock_time(one["expires_at"]),

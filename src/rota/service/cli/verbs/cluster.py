@@ -195,8 +195,8 @@ PROCESSES = Table(
 
 
 def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
-    would = "would be" if plan["dry_run"] else "is"
-    term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}")
+    would = f"is {plan['state']} and would be {plan['action']}ed" if plan["dry_run"] else f"is {plan['state']}"
+    term.line(f"{plan['node']} {would}")
     for row in plan["jobs"]:
         term.line(f"  {row['job']}: {row['effect']}")
 

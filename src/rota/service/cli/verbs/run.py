@@ -108,7 +108,7 @@ def run(
     with _client(flags, terminal) as client:
         if plan is not None:
             return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
-        handle = client.submit(body)
+        handle = _as_given(changes, lambda: client.submit(body), headers)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         for note in unenforced(spec):
             terminal.note(f"note: {note}")

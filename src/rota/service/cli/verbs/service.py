@@ -100,7 +100,7 @@ def down(
     if jobs not in ("leave", "cancel", "stop"):
         raise BadInput(f"--jobs {jobs}: leave or cancel")
     from rota.service.process.daemon import down as end
-    from rota.service.process.daemon import live_by_user
+    from rota.service.process.daemon import live_by_user, live_in_log
     from rota.service.process.joined import has_joined
 
     terminal, settings, cancel = flags.terminal(), flags.settings(), jobs != "leave"
@@ -108,13 +108,17 @@ def down(
         return leave(force=force, flags=flags)
     if cancel and force:
         raise BadInput(f"--force asks no job to end, --jobs {jobs} asks all", hint="leave one of them out")
-    if cancel and (users := live_by_user(settings)):
+    if users := live_by_user(settings) if cancel else {}:
         of_users = ", ".join(f"{n} of {name}" for name, n in sorted(users.items(), key=lambda one: (-one[1], one[0])))
         confirm(f"cancel {counted(sum(users.values()), 'job')} ({of_users})", yes=yes)
         terminal.note(f"cancelling {counted(sum(users.values()), 'job')} ({of_users}) ...")
+    left = live_in_log(settings) if cancel and not users else {}
     document = end(settings, jobs="cancel" if cancel else "leave", force=force)
+    document["left_jobs"] = document["left_jobs"] or left
     terminal.show(document, lambda term: term.line(_ended(document)))
-    return 0 if document["state"] == "down" else 1
+    if left:
+        terminal.note("no job was cancelled, as no service runs; first: rota up")
+    return 0 if document["state"] == "down" and not left else 1
 
 
 def _ended(document: Mapping[str, Any]) -> str:

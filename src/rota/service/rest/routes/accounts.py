@@ -144,7 +144,7 @@ async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocumen
 @router.get("/tokens")
 async def tokens(app: Parts, caller: Asker) -> Sent[TokenList]:
     """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
-    items = [_token(one) for one in _valid(app) if caller.has(Role.ADMIN) or one.made.user == caller.user]
+    items = [_token(app, one) for one in _valid(app) if caller.has(Role.ADMIN) or one.made.user == caller.user]
     return document(TokenList, items=items)
 
 
@@ -161,7 +161,7 @@ async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDo
         caller, user=user, name=body.name, role=Role.of(body.role), queue=body.queue, ttl_s=body.ttl_s
     )
     await app.loop.append([made])
-    shown = _token(app.auth.accounts.tokens[made.id])
+    shown = _token(app, app.auth.accounts.tokens[made.id])
     return document(TokenDocument, shown, token=whole, url=app.settings.url)
 
 
@@ -174,7 +174,7 @@ async def revoke_token(token: Annotated[str, Field(max_length=63)], app: Parts, 
     if not app.auth.may_revoke(caller, known.made):
         raise NotAllowed(f"token {token} may do more than the one you ask with", hint="use that one, or ask an admin")
     await app.loop.append([TokenRevoked(id=token, by=caller.user)])
-    return document(TokenDocument, _token(app.auth.accounts.tokens[token]))
+    return document(TokenDocument, _token(app, app.auth.accounts.tokens[token]))
 
 
 @router.get("/secrets")
@@ -282,5 +282,10 @@ def _webhook(made: WebhookSet) -> WebhookRow:
     return document(WebhookRow, made, url=without_password(made.url))
 
 
-def _token(one: Token) -> TokenRow:
-    return document(TokenRow, one.made, made_at=one.at, made_by=one.made.by, revoked=one.revoked_at is not None)
+def _token(app: AppState, one: Token) -> TokenRow:
+    """A token with the highest role that it gives anywhere by now: never more than its user has."""
+    of_user = [role for _, role in app.auth.accounts.caller(one.made, by="token").grants]
+    role = max(of_user).word if of_user else "none"
+    return document(
+        TokenRow, one.made, role=role, made_at=one.at, made_by=one.made.by, revoked=one.revoked_at is not None
+    )

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.job.rpc.tracing import read_spans, spans_of
-from rota.service.accounts import Role
+from rota.service.accounts import Caller, Role, is_below
 from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
 from rota.service.control.job_files import texts_elsewhere
@@ -33,6 +33,7 @@ from rota.service.models.jobs import (
 from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument, WhatIf
 from rota.service.rest.deps import (
     STORABLE,
+    AppState,
     Asker,
     EnteredJob,
     JobAccess,
@@ -51,7 +52,7 @@ from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import JobFilter, job_list
 from rota.service.views.reasons import estimate_document, explanation, failure_list, start_forecast, why_document
 from rota.spec.codec import JsonObject
-from rota.spec.errors import BadInput, Conflict, UnknownName, VersionMismatch
+from rota.spec.errors import BadInput, Conflict, UnknownName, VersionMismatch, unknown
 from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId, RoleName
 from rota.spec.reasons import Reason
@@ -197,12 +198,22 @@ async def list_jobs(
         since=0.0 if since_s is None else now - since_s,
     )
     jobs = (one for one in app.loop.installation.jobs.values() if caller.sees(one))
+    _check_queue(app, caller, queue)
 
     def suspected(one: JobHistory) -> str:
         return app.suspected(one.id) if caller.reads(one) else ""
 
     page = job_list(jobs, wanted, app.wait_of, now=now, sort=sort, limit=limit, cursor=cursor, suspected=suspected)
     return app.redacted(caller, page)
+
+
+def _check_queue(app: AppState, caller: Caller, queue: str) -> None:
+    """Raises UnknownName for a queue that there is not and, as far as the caller may see, never was."""
+    paths = [one.path for one in app.loop.installation.queues if caller.role_on(one.path) is not None]
+    if not queue or any(is_below(one, queue) for one in paths):
+        return
+    if not any(is_below(one.queue, queue) for one in app.loop.installation.jobs.values() if caller.sees(one)):
+        raise unknown(f"no queue {queue!r}", queue, paths, "queues")
 
 
 @router.get("/jobs/{job}")

@@ -161,7 +161,7 @@ operations = st.lists(
 
 
 @pytest.mark.parametrize("profile", ["default", "hived", "fifo"])
-@settings(max_examples=3000 if DEEP else 100, deadline=None)
+@settings(max_examples=1000 if DEEP else 100, deadline=None)
 @given(steps=operations)
 def test_every_drawn_log_leaves_a_state_that_agrees_with_itself_and_replays(
     profile: str, steps: list[tuple[str, int, int]]

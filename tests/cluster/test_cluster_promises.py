@@ -28,6 +28,8 @@ DEEP = os.environ.get("ROTA_DEEP") == "1"
 SEEDS = 1000 if DEEP else 12
 OVERTAKEN = 127
 """In this stream what would be stopped for a job lets another of the same promise start before it."""
+EACH_FOR_THE_OTHER = 932
+"""Here two promised jobs each find whom to stop, and the other would start in its place."""
 
 
 def gpus(count: float, type: str | None = None) -> Res:
@@ -80,7 +82,10 @@ def starts(nodes: tuple[Node, ...], queues: tuple[Queue, ...], profile: str, job
     return {job: float("inf") if one.first_start_s is None else one.first_start_s for job, one in guaranteed.items()}
 
 
-@pytest.mark.parametrize("seeds", [(0, 1, OVERTAKEN), pytest.param(tuple(range(2, SEEDS)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds",
+    [(0, 1, OVERTAKEN, EACH_FOR_THE_OTHER), pytest.param(tuple(range(2, SEEDS)), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("noise", [0.0, 5.0])
 @pytest.mark.parametrize("profile", ["default", "hived"])
 def test_no_guaranteed_job_starts_later_than_in_the_private_cluster_of_its_tenant(

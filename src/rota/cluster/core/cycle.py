@@ -150,6 +150,8 @@ class _Pass:
         fresh = {self.state.line_of(self.state.jobs[job]) for job in self.state.arrivals}
         while (one := turns.next()) is not None:
             turn, row, key = one
+            if self.cut_short and self.until is None:
+                break  # nothing more starts in this pass; the next one, at once, continues
             if row.ask.queue in self.blocked and row.wait is not None:
                 continue
             try:
@@ -171,7 +173,10 @@ class _Pass:
         for job in sorted(self.state.arrivals if self.until is None else self.state.arrivals.keys() & {self.until}):
             row = self.state.jobs[job]
             key = self.state.line_of(row)
-            if wait := gate_jobs(row) or self.verdicts.get(key) or self._gates(row):
+            wait = gate_jobs(row) or self.verdicts.get(key) or self._gates(row)
+            if wait is None and self.cut_short and row.wait is None:
+                wait = Wait(reason=Reason.BEHIND_IN_ORDER)
+            if wait is not None:
                 if isinstance(wait, RememberedRefusal):
                     wait = self.verdicts[key] = self._because(row)
                 self._give_reason(row, wait)
@@ -454,7 +459,7 @@ class _Pass:
         if held is not None:
             return self._claim(row, stopping, held)
         if not chosen or not self._would_start(row, stopping, chosen):
-            if chosen and profile.promises and promise_level(self.state, row) < UNCOVERED:
+            if chosen and profile.promises and self._is_covered(row.ask.id):
                 self.overtaken.add(row.ask.id)
             if victims is not None and self.until is None:
                 self.vain += 1
@@ -487,7 +492,7 @@ class _Pass:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.
 
         Jobs before it in the order come first, its victims too: without this test jobs would take each other's place
-        for ever.
+        for ever. A promised job may also stop others for another one, which waits like it and would start instead.
         """
         if not self.profile.starts:
             return True
@@ -504,8 +509,21 @@ class _Pass:
             profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
             then.spares, then.joins = self.spares, False
-            then.run()
-            return bool(self.state.jobs[row.ask.id].held)
+            instead = [one.job for one in then.run() if isinstance(one, Admit)]
+            if self.state.jobs[row.ask.id].held:
+                return True
+        return self.profile.promises and self._is_covered(row.ask.id) and any(map(self._is_covered_in_vain, instead))
+
+    def _is_covered(self, job: JobId) -> bool:
+        return promise_level(self.state, self.state.jobs[job]) < UNCOVERED
+
+    def _is_covered_in_vain(self, job: JobId) -> bool:
+        """Whether a promised job waits though others would be stopped for it: what they give back goes to this one too.
+
+        Of two such jobs each may come first once the victims of the other are gone; then neither would ever start.
+        """
+        vain = job in self.overtaken or self.state.memory.is_vain(job, self.state.happened)
+        return vain and self.state.jobs[job].phase == "queued" and self._is_covered(job)
 
     def _claim(self, row: LiveJob, stopping: list[JobId], held: Allocations) -> Wait:
         """Keep others off what the job will use once these jobs have let go."""

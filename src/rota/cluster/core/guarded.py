@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,7 +104,7 @@ def violations(state: State) -> list[str]:
     Rules: no device, core or byte is given twice, cores and bytes of nodes that shrank under their jobs aside; what is
     free plus what is held is what there is; free counts equal the devices; a job that waits holds nothing, one that
     runs its whole gang, and no more than it can use; the use of a queue, and of a user in it, is the sum of the jobs;
-    every part is with its job.
+    users of a queue are those that wait or hold there; every part is with its job.
     """
     broken: list[str] = []
     milli = np.full_like(state.dev_milli, 1000)
@@ -149,6 +150,8 @@ def violations(state: State) -> list[str]:
         nothing = np.zeros_like(used[queue])
         if (used_by.get((queue, user), nothing) != state.used_by.get((queue, user), nothing)).any():
             broken.append(f"the use of {user} in {state.queues.rows[queue].path} is not the sum of the jobs of {user}")
+    if (users := _users_of(state, used_by)) != {queue: counts for queue, counts in state.users.items() if counts}:
+        broken.append(f"users of queues are counted as {state.users}; by their jobs {users}")
     if parts != {job: set(known) for job, known in state.parts.items() if known}:
         broken.append("the parts of a job are not those that say they belong to it")
     whole = (state.dev_milli == 1000) & (state.dev_health == 0)
@@ -157,6 +160,15 @@ def violations(state: State) -> list[str]:
     if (free != state.free).any():
         broken.append("the count of free devices of a node is not that of its devices")
     return broken
+
+
+def _users_of(state: State, used_by: dict[tuple[int, str], Vector]) -> dict[str, dict[str, int]]:
+    found = dict[str, Counter[str]]()
+    present = [(key.queue, key.user) for key in state.lines]
+    present += [(state.queues.rows[queue].path, user) for (queue, user), used in used_by.items() if used.any()]
+    for queue, user in present:
+        found.setdefault(queue, Counter())[user] += 1
+    return {queue: dict(counts) for queue, counts in found.items()}
 
 
 def check(state: State) -> None:

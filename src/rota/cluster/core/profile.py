@@ -77,7 +77,7 @@ class QueueOrder(Protocol):
 
     @property
     def by_job(self) -> bool:
-        """True when jobs of one line differ in rank."""
+        """True when jobs of one line differ in rank; that of a waiting job then follows from its row alone."""
         ...
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:

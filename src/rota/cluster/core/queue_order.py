@@ -55,12 +55,23 @@ class TryOrder:
         self._reservations = reservations
         self._by_job, self._by_queue = profile.order.by_job, profile.block == "queue"
         tracks = state.waiting if self._by_queue else state.lines
-        self._heap = [
-            self._at(track, depth)
-            for track, jobs in tracks.items()
-            for depth in range(len(jobs) if self._by_job else 1)
-        ]
+        if self._by_job:
+            self._heap = [
+                NextJob(self._place(state.jobs[entry[-1]]), entry[-1], track, depth, 0)
+                for track, entries in tracks.items()
+                for depth, entry in enumerate(entries)
+            ]
+        else:
+            self._heap = [self._at(track, 0) for track in tracks]
         heapify(self._heap)
+
+    def _place(self, row: LiveJob) -> tuple[object, ...]:
+        """The place of a job that has a rank of its own: it stays while the row does."""
+        places, order = self._state.memory.places, self._profile.order
+        known = places.get(row.ask.id)
+        if known is None or known[0] is not row or known[1] != order:
+            known = places[row.ask.id] = (row, order, place_in_order(self._state, self._profile, row, self._now))
+        return known[2]
 
     def next(self) -> tuple[NextJob, LiveJob, LineKey] | None:
         """The turn that comes first, with its job and the line of that."""
@@ -68,7 +79,7 @@ class TryOrder:
         while heap:
             turn = heap[0]
             row = self._state.jobs[turn.job]
-            if turn.starts != self._starts():
+            if not self._by_job and turn.starts != self._starts():
                 again = self._turn(row, turn.track, turn.depth)
                 if again.place > turn.place:
                     heapreplace(heap, again)
@@ -93,7 +104,7 @@ class TryOrder:
 
     def again(self, turn: NextJob) -> None:
         """The job of a turn that was refused, and behind whom none is tried, is tried once more."""
-        heappush(self._heap, self._turn(self._state.jobs[turn.job], turn.track, turn.depth))
+        heappush(self._heap, turn if self._by_job else self._turn(self._state.jobs[turn.job], turn.track, turn.depth))
 
     def _shorter(self, key: LineKey, depth: int) -> int:
         """The next in the line that is over before the last of the reservations that this one would outlive."""

@@ -20,6 +20,8 @@ from rota.cluster.core.txn import Txn
 
 KEPT = 100
 """Ended jobs that are remembered of a group, the latest."""
+GROUPS_MAX = 10_000
+"""Groups that are remembered; of more the half of which no job ended for longest is forgotten, narrow ones first."""
 WIDER = 4.0
 """How many ended jobs the next wider group weighs."""
 LIKELY, LATE = 0.5, 0.9
@@ -42,7 +44,8 @@ Group = tuple[str, ...]
 class Taken:
     """What the latest ended jobs of a group took, as ratios of what they asked or in seconds.
 
-    ``likely`` and ``late`` are the quantiles of a job of this group as of ``at`` ended jobs of ``count``.
+    ``likely`` and ``late`` are the quantiles of a job of this group as of ``at`` ended jobs of ``count``; the last one
+    ended at ``last_s``.
     """
 
     count: int
@@ -50,6 +53,7 @@ class Taken:
     at: int
     likely: float
     late: float
+    last_s: float = 0.0
 
 
 Book = dict[Group, Taken]
@@ -150,8 +154,11 @@ def learn(book: Book, txn: Txn, row: LiveJob, now: float) -> None:
         count = old.count + 1 if old else 1
         values = (*old.values[-KEPT + 1 :], value) if old else (value,)
         if old is not None and count < old.at * 1.2 + 1:
-            txn.put(book, group, Taken(count, values, old.at, old.likely, old.late))
+            txn.put(book, group, Taken(count, values, old.at, old.likely, old.late, now))
             continue
         txn.put(book, group, Taken(count, values, count, 0.0, 0.0))  # counted by the mixture that it is read with
         ratios = _mixture(book, groups[: depth + 1], 1.0 if row.ask.est_s else None)
-        txn.put(book, group, Taken(count, values, count, ratios.at(LIKELY), ratios.at(LATE)))
+        txn.put(book, group, Taken(count, values, count, ratios.at(LIKELY), ratios.at(LATE), now))
+    if len(book) > GROUPS_MAX:
+        for group in sorted(book, key=lambda one: (book[one].last_s, -len(one), one))[: len(book) // 2]:
+            txn.drop(book, group)

@@ -107,6 +107,7 @@ class State:
     holds devices, soonest first, ``parts`` what jobs hold or ask for beside their admission,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
     ``taken`` what ended jobs took of the time that they asked, ``used_by`` what users hold in queues that limit them,
+    ``users`` by queue and user the lines in which he waits, and one more where he holds something that is limited,
     ``shrunk`` the nodes that came back with fewer cores or less memory than their jobs hold.
     ``events`` has the time, the job or node, and the name of the last events,
     ``happened`` how many there were beside decisions,
@@ -173,6 +174,7 @@ class State:
         for row in range(len(self.nodes)):
             self.free[row] = self._count_free(row)
         self.used_by: dict[tuple[int, str], Vector] = {}
+        self.users: dict[str, dict[str, int]] = {}
         self.used = np.zeros((len(self.queues.rows), len(self.queues.dims)), dtype=np.int64)
 
     # -- transactions ------------------------------------------------------------------------------------------------
@@ -354,6 +356,8 @@ class State:
         txn.did(lambda: self._into(key, entry))
 
     def _into(self, key: LineKey, entry: tuple[float, JobId]) -> None:
+        if key not in self.lines:
+            self._count_user(key.queue, key.user, 1)
         insort(self.lines.setdefault(key, []), entry)
         insort(self.waiting.setdefault(key.queue, []), (-key.priority, *entry))
 
@@ -366,6 +370,13 @@ class State:
         del line[bisect_left(line, entry)]
         if not line:
             del self.lines[key]
+            self._count_user(key.queue, key.user, -1)
+
+    def _count_user(self, queue: str, user: str, sign: int) -> None:
+        counts = self.users.setdefault(queue, {})
+        counts[user] = counts.get(user, 0) + sign
+        if not counts[user]:
+            del counts[user]
 
     def hold(self, txn: Txn, job: JobId, held: Allocations, *, now: float, choice: Choice | None = None) -> None:
         """Give a job its slots and start it, with one of its choices if it has some."""
@@ -456,6 +467,7 @@ class State:
         self._give_back(txn, row)
         self._index(txn, job, row, None)
         txn.drop(self.jobs, job)
+        self.memory.places.pop(job, None)
 
     def take(self, txn: Txn, held: Allocation, sign: int) -> None:
         """Take (sign 1) or give back (sign -1) one slot; never more than there is."""
@@ -482,7 +494,13 @@ class State:
             txn.set(self.used, queue, self.used[queue] + sign * need)
             if self.queues.user_limited[queue]:
                 key = (queue, row.ask.user)
-                txn.put(self.used_by, key, self.used_by.get(key, 0) + sign * need)
+                old = self.used_by.get(key)
+                new = sign * need if old is None else old + sign * need
+                txn.put(self.used_by, key, new)
+                if (change := int(new.any()) - int(old is not None and old.any())) != 0:
+                    path = self.queues.rows[queue].path
+                    self._count_user(path, row.ask.user, change)
+                    txn.did(partial(self._count_user, path, row.ask.user, -change))
 
     def over_limit(self, queue: str, user: str, shape: Shape) -> OverLimit | None:
         """The first limit that a shape would pass: of the queue or one above it, then of the user there."""
@@ -538,6 +556,7 @@ class State:
         new.ranked_at, new.rank_steps, new._changes, new.promised, new.beyond = {}, {}, 0, {}, {}
         new.empty_fits, new.leaf_uses, new.next_level = {}, {}, {}
         new.used_by = dict(self.used_by)
+        new.users = {queue: dict(counts) for queue, counts in self.users.items()}
         new.undone, new.data, new.taken = dict(self.undone), dict(self.data), dict(self.taken)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], VerdictCache(), None
         new.events = self.events.copy()

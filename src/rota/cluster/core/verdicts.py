@@ -27,6 +27,8 @@ class VerdictCache:
         self._count = 0
         self._cut_short = 0
         self._vain: dict[JobId, int] = {}
+        self.places: dict[JobId, tuple[LiveJob, object, tuple[object, ...]]] = {}
+        """Of jobs that have a rank of their own: the row, the order, and the place in that order."""
 
     def tries_max(self, first: int) -> int:
         """Requests that the next pass may try: twice as many after each one in a row that could not try them all."""

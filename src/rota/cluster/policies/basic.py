@@ -210,6 +210,8 @@ _Ranked = tuple[list[list[_Entry]], list[list[int]], frozenset[JobId]]
 
 
 def _milli_of(state: State, job: JobId) -> int:
+    if job not in state.parts:
+        return state.jobs[job].ask.shape.gpu_milli
     rows = (state.jobs[one] for one in state.whole(job))
     return sum(len(held.devices) * (held.milli or 1000) for row in rows for held in row.held)
 

@@ -89,10 +89,9 @@ def user_limit(state: State, queue: int, dim: int, need: int = 0) -> int:
     tree = state.queues
     stated, promised = tree.rows[queue], int(tree.guaranteed[queue, dim])
     use = max(int(state.used[queue, dim]) + need, promised)
-    users = {user for at, user in state.used_by if at == queue and state.used_by[at, user].any()}
-    users |= {key.user for key in state.lines if key.queue == stated.path}
+    users = len(state.users.get(stated.path, ()))
     percent = 100.0 if stated.min_user_percent is None else stated.min_user_percent
-    part = max(1 / max(len(users), 1), percent / 100)
+    part = max(1 / max(users, 1), percent / 100)
     most = use * part
     if stated.user_limit_factor is not None and promised:
         most = min(most, promised * stated.user_limit_factor)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,66 @@ PACK_GAIN = 0.05
 """What two jobs on the same devices must run more than one alone."""
 LEVELS = ("device", "node", "rack", "cluster")
 """From close to far."""
-SETS_MAX = 64
+SETS_MAX = 16
 """Jobs that are tried one by one as the only one to move."""
 MOVED_MAX = 8
 """Jobs that move at most so that one fits."""
+
+
+class SizeBook:
+    """Which sizes of jobs each node has, which jobs can use more than they ask, and who could share devices with whom.
+
+    ``nodes[size]`` counts the bundles of that many devices by node, ``all`` those of any size.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.all = np.zeros(len(state.nodes), dtype=np.int32)
+        self.nodes: dict[int, NDArray[np.int32]] = {}
+        self.elastic: dict[JobId, None] = {}
+        self.single: dict[int, dict[JobId, None]] = {}
+        txn = Txn()
+        for row in state.holders():
+            self.hold(txn, state, row)
+
+    def hold(self, txn: Txn, state: State, row: LiveJob) -> None:
+        """A job was given its slots."""
+        self._count(txn, row, 1)
+        if row.ask.slots_max and row.ask.shape.uniform:
+            txn.put(self.elastic, row.ask.id, None)
+        if len(row.ask.shape.slots) == 1:
+            txn.put(self.single.setdefault(row.ask.shape.slots[0].gpus, {}), row.ask.id, None)
+
+    def release(self, txn: Txn, state: State, row: LiveJob) -> None:
+        """A job gave its slots back."""
+        self._count(txn, row, -1)
+        for index in (self.elastic, *self.single.values()):
+            if row.ask.id in index:
+                txn.drop(index, row.ask.id)
+
+    def reserve(self, txn: Txn, state: State, row: LiveJob) -> None:
+        """What waits lies nowhere yet."""
+
+    def _count(self, txn: Txn, row: LiveJob, sign: int) -> None:
+        for slot, held in zip(row.ask.shape.slots, row.held):
+            of_size = self.nodes.setdefault(slot.gpus, np.zeros_like(self.all))
+            txn.add(of_size, held.node, sign)
+            txn.add(self.all, held.node, sign)
+
+    def kinship(self, nodes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
+        """``kinship`` of each of these nodes to a job of this size."""
+        same = self.nodes.get(size)
+        strange = np.where(self.all[nodes] > 0, 2, 1).astype(np.int64)
+        return strange if same is None else np.where(same[nodes] > 0, 0, strange)
+
+
+def _book_of(state: State) -> SizeBook:
+    """The book of a state; one that is made outside of ``_prepare`` is not kept, as a trial may be undone."""
+    return next((book for book in state.books if isinstance(book, SizeBook)), None) or SizeBook(state)
+
+
+def _prepare(state: State) -> None:
+    if not any(isinstance(book, SizeBook) for book in state.books):
+        state.books.append(SizeBook(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +103,10 @@ class ByAffinity:
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         size = max(slot.gpus for slot in row.ask.shape.slots)
-        sizes: dict[int, set[int]] = defaultdict(set)
 
         def strange(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
-            for other in state.jobs.values() if not sizes else ():  # only where there is room at all
-                for slot, held in zip(other.ask.shape.slots, other.held):
-                    sizes[held.node].add(slot.gpus)
             fullest = best_fit(state, nodes)
-            rank = np.array([kinship(sizes.get(int(node), ()), size) for node in nodes], dtype=np.int64)
-            return rank * (int(fullest.max(initial=0)) + 1) + fullest
+            return _book_of(state).kinship(nodes, size) * (int(fullest.max(initial=0)) + 1) + fullest
 
         return place(state, txn, row.ask.shape, prefer=strange)
 
@@ -76,22 +127,25 @@ class MoveThenTurns:
     turns: bool = True
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        able = [
-            other
-            for other in state.jobs.values()
-            if other.phase == "running"
-            and other.ask.may_stop
-            and not other.ask.avoid
-            and other.started_at // self.round_s < now // self.round_s
-        ]
+        able = self._able(state, txn, now)
         places = self._moves(state, txn, row, placer, able, now)
         if places:
             return tuple(self._victim(state, job, Reason.MIGRATED_AFFINITY, to) for job, to in places.items())
         if not self.turns:
             return None
-        order = [other.ask.id for other in sorted(able, key=_turn)]
+        order = [other.ask.id for other in able]  # in the order of their turns
         chosen = enough_of(state, txn, row, placer, order)
         return tuple(self._victim(state, job, Reason.TIME_SLICE) for job in chosen or ()) or None
+
+    def _able(self, state: State, txn: Txn, now: float) -> list[LiveJob]:
+        """Who may be moved or stopped, in the order of their turns; put in order once for a pass."""
+        known = cast("list[LiveJob] | None", txn.notes.get((self, now)))
+        if known is None:
+            running = (state.jobs[job] for jobs in state.running.values() for job in jobs)
+            before = now // self.round_s
+            able = (r for r in running if r.ask.may_stop and not r.ask.avoid and r.started_at // self.round_s < before)
+            known = txn.notes[self, now] = sorted(able, key=_turn)
+        return [row for row in known if row.ask.id in state.jobs and state.jobs[row.ask.id].phase == "running"]
 
     def _victim(self, state: State, job: JobId, reason: Reason, to: Allocations = ()) -> Victim:
         lost_gpu_s = self.move_s * state.jobs[job].ask.shape.gpu_milli / 1000
@@ -103,8 +157,9 @@ class MoveThenTurns:
         """One job if one is enough, else the first of those on the emptiest nodes, none of them superfluous."""
         if missing_milli(state, row.ask.shape) > 0:
             return None
+        free = state.free.sum(axis=1).tolist()
         worth = [other for other in able if _rest_s(other, now, self.horizon_s) > self.move_s]
-        worth.sort(key=lambda r: (-int(state.free[r.held[0].node].sum()), r.ask.shape.gpu_milli, r.ask.id))
+        worth.sort(key=lambda r: (-free[r.held[0].node], r.ask.shape.gpu_milli, r.ask.id))
         sets = [[other] for other in worth[:SETS_MAX]]
         sets += [worth[:count] for count in range(2, min(MOVED_MAX, len(worth)) + 1)]
         for moved in sets:
@@ -163,8 +218,8 @@ def _lent(row: LiveJob) -> Allocations:
 
 def _able(state: State) -> list[LiveJob]:
     """Running jobs that can use more than they asked for, in the order of their ids."""
-    jobs = sorted(job for group in state.running.values() for job in group)
-    return [row for row in (state.jobs[job] for job in jobs) if row.ask.slots_max and row.ask.shape.uniform]
+    rows = (state.jobs[job] for job in sorted(_book_of(state).elastic))
+    return [row for row in rows if row.phase == "running"]
 
 
 def kind_of(row: LiveJob) -> str:
@@ -257,9 +312,9 @@ class LendAndPack:
             return None
         able = [
             other
-            for group in state.running.values()
-            for other in (state.jobs[job] for job in group)
-            if len(other.held) == 1
+            for other in (state.jobs[job] for job in _book_of(state).single.get(slot.gpus, ()))
+            if other.phase == "running"
+            and len(other.held) == 1
             and not other.held[0].milli
             and other.ask.preemptible
             and other.ask.shape.slots[0].gpus == slot.gpus
@@ -306,6 +361,9 @@ def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
         placer=ByAffinity(),
         victims=MoveThenTurns(round_s),
         remember=False,
+        prepare=_prepare,
+        victim_sets_max=1,
+        vain_max=4,
         round_s=round_s,
         sharing=LendAndPack(round_s, pack_gain),
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import groupby
 
 from rota.cluster.core.capacity import GPU, CellSpec
@@ -200,13 +201,27 @@ def _virtual_cells(state: State) -> VirtualCells:
     tenants = [replace(one, pinned=tuple(sorted(n for n in there if pinned[n] == one.name))) for one in _tenants(state)]
     owned = {queue.path: _stated_cells(queue, forest, types) for queue in queues if queue.cells}
     tenants = [replace(one, cells=owned[one.name]) if one.name in owned else one for one in tenants]
-    while True:
+
+    def built(lacking: int) -> VirtualCells | TopologyError:
         try:
-            return VirtualCells(forest, types, _in_chains(tenants, forest, types))
+            return VirtualCells(forest, types, _in_chains(_without(tenants, lacking), forest, types))
         except TopologyError as error:
-            tenants = _without_one(tenants)
-            if tenants is None:
-                raise error
+            return error
+
+    # Fewer cells never fit worse, so how many are lacking is found by halving.
+    cells, low, high = built(0), 1, sum(n for one in tenants for _, n in one.cells)
+    if isinstance(cells, VirtualCells):
+        return cells
+    while low <= high:
+        middle = low if low < 4 else (low + high) // 2  # mostly few are lacking
+        found = built(middle)
+        if isinstance(found, VirtualCells):
+            cells, high = found, middle - 1
+        else:
+            low = middle + 1
+    if isinstance(cells, TopologyError):
+        raise cells
+    return cells
 
 
 def _forest(
@@ -283,15 +298,16 @@ def _in_chains(
     return [replace(one, cells=tuple((named(path), n) for path, n in one.cells)) for one in tenants]
 
 
-def _without_one(tenants: Sequence[TenantCells]) -> list[TenantCells] | None:
-    """The same with one cell less of the tenant that has most of a kind; None if no tenant has any."""
-    most = max(((n, one.name, path) for one in tenants for path, n in one.cells), default=(0, "", ""))
-    if not most[0]:
-        return None
-    less = {(most[1], most[2]): most[0] - 1}
-    return [
-        replace(one, cells=tuple((path, less.get((one.name, path), n)) for path, n in one.cells)) for one in tenants
-    ]
+def _without(tenants: Sequence[TenantCells], count: int) -> list[TenantCells]:
+    """The same with this many cells less, each time one of the tenant that has most of a kind then."""
+    owned = sorted(((one.name, path, n) for one in tenants for path, n in one.cells), reverse=True)
+    heap = [(-n, i) for i, (*_, n) in enumerate(owned)]  # of equal ones the last in order comes first
+    heapify(heap)
+    for _ in range(count):
+        n, i = heap[0]
+        heapreplace(heap, (n + 1, i))
+    left = {owned[i][:2]: -n for n, i in heap}
+    return [replace(one, cells=tuple((path, left[one.name, path]) for path, _ in one.cells)) for one in tenants]
 
 
 def _tenants(state: State) -> list[TenantCells]:

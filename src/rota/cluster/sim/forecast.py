@@ -78,7 +78,7 @@ class OutlookDocument(TypedDict):
 class Estimate:
     """Start of a job in seconds of the scheduler's clock; one in ten starts before ``p10``, one in ten after ``p90``.
 
-    None: it never starts as it is. ``basis`` says what the durations rest on.
+    None: it never starts as it is, ``p90`` alone: not in one of ten. ``basis`` says what the durations rest on.
     """
 
     p10: float | None
@@ -163,13 +163,12 @@ class Forecast:
 
     def _together(self, starts: Sequence[float | None]) -> Start:
         """Quantiles of the starts of one job; wide as long as there is no evidence of how true durations are."""
-        known = sorted(at for at in starts if at is not None)
-        if not known:
-            return NEVER
+        known = sorted(inf if at is None else at for at in starts)  # a play in which it never starts is the latest
         early, likely, late = known[0], known[len(known) // 2], known[-1]
-        if self._ended < EVIDENCE:
+        if self._ended < EVIDENCE and likely < inf:
             wait_s = likely - self._now
             early, late = min(early, self._now + wait_s / PESSIMISM), max(late, self._now + wait_s * PESSIMISM)
+        early, likely, late = (None if at == inf else at for at in (early, likely, late))
         return (early, likely, late)
 
     def _starts(
@@ -193,8 +192,7 @@ class Forecast:
             between_passes=between_passes,
         )
         found = run.run().runs
-        starts = {job: one.first_start_s for job, one in found.items()}
-        return starts | _beyond(run, found) if self._until is None else starts
+        return {job: one.first_start_s for job, one in found.items()} | _beyond(run, found)
 
 
 def basis_of(rows: Collection[LiveJob], ended: int) -> str:

@@ -242,6 +242,8 @@ class Simulation:
                 self._release(JobId(name), extra if isinstance(extra, float) else None)
         elif kind == FAIL:
             self._fail(NodeId(name), extra if isinstance(extra, Health) else None)
+        else:
+            self.wakes.discard(self.now)
         return True
 
     def _arrive(self, run: JobRun) -> None:
@@ -419,7 +421,7 @@ class Simulation:
         heappush(self.heap, (at, RELEASE, job, self.runs[job].attempts, saved_s))
 
     def _wake(self, at: float) -> None:
-        if at > self.now and at not in self.wakes:
+        if at >= self.now and at not in self.wakes:  # at once: the pass had tried enough
             self.wakes.add(at)
             heappush(self.heap, (at, WAKE, "", 0, None))
 

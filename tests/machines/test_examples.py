@@ -1,15 +1,25 @@
-"""Shipped examples over two and three machines: what they write is what one machine gives, byte by byte."""
+"""Shipped examples over two and three machines: what they write is what one machine gives, byte by byte.
+
+Also while each machine but that of the service loses its power and is cut off for half a minute.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.machines.bed import bed
-from tests.machines.site import Site, long, site
+from tests.machines.bed import Machine, bed
+from tests.machines.counting import Watched
+from tests.machines.site import SHARED, Site, long, site
+from tests.real.jobs import deep
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLE_S = 800.0
@@ -71,3 +81,132 @@ def test_an_example_gives_on_several_machines_what_it_gives_on_one(
     one, two, three = (written(over_three, name, file, options, count) for count in (1, 2, 3))
     assert len(one.splitlines()) == lines
     assert two == one and three == one
+
+
+CUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """How an example is run until it was disturbed: on two machines of one core each, and ``wider`` on three."""
+
+    options: tuple[str, ...]
+    file: str
+    wider: tuple[str, ...]
+    state: tuple[str, ...] = ()
+    """Roles whose state is also on another machine."""
+    faults_min: int = 3
+    """It may end before it had all of them."""
+    steps: str = ""
+    """File with a line for each saved step; without it commits are its steps."""
+
+
+DISTURBED = {
+    "grpo_sums": Example(
+        ("-e", "SFT_STEPS=2", "-e", "GRPO_STEPS=40", "--set", "weights[1].every=2"),
+        "metrics.jsonl",
+        ("--set", "roles.rollout.resources.cpus=0.5"),
+        ("actor", "ref"),
+    ),
+    "mm_digits": Example(
+        ("-e", "MM_STEPS=150"), "curve.jsonl", ("--set", "roles.vision.resources.cpus=0.7"), ("vision", "speller")
+    ),
+    "ppo_cartpole": Example(
+        ("-e", "PPO_STEPS=60"), "result.json", ("--set", "roles.player.resources.cpus=0.7"), ("actor", "critic")
+    ),
+    "online_drift": Example((), "result.json", ("--set", "roles.serve.resources.cpus=0.6"), ("train",), faults_min=1),
+    "sft_stdlib": Example(
+        ("--set", "roles.train.replicas=2", "--set", "roles.train.resources.cpus=0.6"),
+        "result.json",
+        ("--set", "roles.train.replicas=3", "-e", "ROTA_GLOBAL_BATCH=1023"),
+        steps="worlds.txt",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def and_a_service() -> Iterator[Site]:
+    """Three machines of one core each, and that of the service, which no test ends."""
+    with bed(4, subnet=88) as machines, site(machines, joined=True, cpus=(1,) * 4) as made:
+        for name in DISTURBED:
+            for path in (EXAMPLES / name).iterdir():
+                made.put(f"{name}/{path.name}", path.read_text())
+        yield made
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Output and checkpoints of jobs, where all machines see them."""
+    made = Path(tempfile.mkdtemp(prefix="out", dir=SHARED))
+    yield made
+    shutil.rmtree(made)
+
+
+def begun(over: Site, name: str, count: int, options: Sequence[str], output: Path) -> Watched:
+    """Start an example on the machine of the service alone (``count`` 0), or on so many of the others."""
+    for machine in over.machines:
+        usable = (machine is over.head) == (count == 0)
+        over.rota("nodes", "uncordon" if usable else "cordon", machine.name, "--yes")
+    kept = ("--set", f"output={output}", "--set", f"checkpoint.dir={output}/kept")
+    return Watched(over, over.json("run", str(over.code / name / "job.yaml"), "-d", *kept, *options)["id"])
+
+
+def power(over: Site, job: Watched, lost: Machine) -> None:
+    """Take its power; it joins again once the loss was seen."""
+    seen = len(job.losses())
+    lost.kill()
+    job.wait(lambda: len(job.losses()) > seen, "the loss is seen")
+    lost.start()
+    over.join(lost, CPUS)
+
+
+def cut(over: Site, job: Watched, lost: Machine) -> None:
+    """Half a minute without a cable."""
+    lost.link(up=False)
+    time.sleep(CUT_S)
+    lost.link(up=True)
+
+
+@deep
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", DISTURBED)
+def test_an_example_gives_the_same_though_each_of_its_machines_dies_and_one_is_cut_off(
+    and_a_service: Site, folder: Path, name: str, count: int
+) -> None:
+    over, given = and_a_service, DISTURBED[name]
+    options = [*given.options, *(given.wider if count == 3 else ())]
+    for role in given.state:
+        options += ["--set", f"roles.{role}.fail.state=peer"]
+    alone = begun(over, name, 0, options, folder / "alone")
+    assert over.ended(alone.id, EXAMPLE_S)["state"] == "SUCCEEDED", over.rota("logs", alone.id)[-4000:]
+
+    job = begun(over, name, count, options, folder / "apart")
+
+    def steps() -> int:
+        path = folder / "apart" / given.steps
+        return job.commits() if not given.steps else len(path.read_text().splitlines()) if path.exists() else 0
+
+    def over_yet() -> bool:
+        return job.state in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+    faults, machines = list[str](), list[Machine]()
+    while len(faults) < count + 1:
+        before = steps()
+        job.wait(lambda: over_yet() or steps() > before, "it makes progress")  # noqa: B023 - called at once
+        machines = machines or [one for one in over.machines if job.places()[one.name]]
+        if over_yet():
+            break
+        fault, lost = (power, machines[len(faults)]) if len(faults) < count else (cut, machines[0])
+        assert lost is not over.head and len(machines) == count, machines
+        fault(over, job, lost)
+        faults.append(f"{fault.__name__} {lost.name}")
+    assert over.ended(job.id, EXAMPLE_S)["state"] == "SUCCEEDED", over.rota("logs", job.id)[-4000:]
+    assert len(faults) >= min(given.faults_min, count + 1), (faults, job.events()[-20:])
+    if not given.steps:
+        job.check_faults()
+    results = [re.sub(r'"resumed_at": \d+', "", (folder / who / given.file).read_text()) for who in ("alone", "apart")]
+    assert results[0] == results[1]
+    over.rota("nodes", "uncordon", over.head.name, "--yes")
+    over.healthy()
+    over.until(over.tensors, {machine.name: [] for machine in over.machines})
+    assert not [line for machine in over.machines for line in machine.processes().values() if f"/{job.id}/" in line]

@@ -14,6 +14,7 @@ import pytest
 from tests.machines.bed import Machine, bed
 from tests.machines.counting import CODE, Watched
 from tests.machines.site import Site, long, site
+from tests.real.jobs import deep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -23,13 +24,13 @@ JOB = """
 name: faults
 env: {STEP_S: "0.3"}
 roles:
-  counter: {workload: "counting:Counter", resources: {cpus: 2}, fail: {state: peer, limit: 20/10m}}
-  echo: {workload: "counting:Echo", resources: {cpus: 1}, fail: {limit: 20/10m}}
+  counter: {workload: "counting:Counter", resources: {cpus: 2}, fail: {state: peer, limit: 200/10m}}
+  echo: {workload: "counting:Echo", resources: {cpus: 1}, fail: {limit: 200/10m}}
   loop:
     workload: "counting:counts"
     resources: {cpus: 1}
     collocate: [{role: echo, level: node}]
-    fail: {limit: 20/10m}
+    fail: {limit: 200/10m}
 """
 
 
@@ -113,6 +114,38 @@ def test_a_machine_that_is_cut_off_or_loses_its_power(
 
 
 @long
+def test_the_machine_of_the_service_loses_its_power_and_the_job_continues_after_rota_up(job: Watched) -> None:
+    """Masters, log and engine were there. Its disk survives, and the others have the state of commits."""
+    over, before = job.site, job.commits()
+    over.head.kill()
+    over.head.start()
+    over.up()
+    recovers(job)
+    assert job.commits() > before
+
+
+def leave_the_head(job: Watched) -> None:
+    """Move the job off the machine of the service."""
+    head = job.site.head.name
+    job.site.rota("nodes", "drain", head, "--notice", "3s", "--yes")
+    job.wait(lambda: not job.places()[head] and job.state == "RUNNING", "it has left")
+    job.site.rota("nodes", "undrain", head)
+
+
+@deep
+def test_power_cuts_in_a_row_cost_no_commit_that_another_machine_had(job: Watched, stops: int) -> None:
+    """``--stops`` of them, in turn of the machine of the state and of the loop."""
+    for n in range(stops):
+        leave_the_head(job)
+        loses(job, ("counter/0", "loop/0")[n % 2], power)
+        back = [one for one in job.events() if one["kind"] == "RolledBack"]
+        again = sum(one["from_commit"] - one["to_commit"] for one in back)
+        print(
+            f"{n + 1} power cuts: {len(back)} rollbacks, {again} commits made again, now at {job.commits()}", flush=True
+        )
+
+
+@long
 def test_nothing_is_left_on_any_machine(job: Watched) -> None:
     over = job.site
     over.rota("stop", job.id, "--yes")
@@ -124,3 +157,20 @@ def test_nothing_is_left_on_any_machine(job: Watched) -> None:
         assert machine.processes() == {} and machine.left_in_memory() == []
     over.rota("down", "--force")
     assert over.head.processes() == {} and over.head.left_in_memory() == []
+
+
+@long
+def test_a_job_that_ends_while_a_machine_is_cut_off_leaves_no_tensors_there(over_three: Site) -> None:
+    over = over_three
+    over.rota("nodes", "cordon", over.head.name, "--yes")
+    job = Watched(over, over.submit(JOB.replace("name: faults", "name: ends")))
+    job.goes_on()
+    lost = machine_of(job, "counter/0")
+    assert over.tensors()[lost.name]
+    lost.link(up=False)
+    over.rota("stop", job.id, "--yes", "--grace", "2s")
+    assert over.ended(job.id)["state"] == "CANCELLED"
+    lost.link(up=True)
+    over.rota("nodes", "uncordon", over.head.name, "--yes")
+    over.healthy()
+    over.until(over.tensors, {machine.name: [] for machine in over.machines})

@@ -98,12 +98,26 @@ def in_use(home: str) -> bool:
 
 
 def give_back(job: JobId, home: str) -> None:
-    """Give back everything the job has published, at its end; a registry that is gone has nothing left of it."""
-    transport.everywhere({"op": "drop", "label": job})
+    """Give back everything the job has published, at its end, on every machine.
+
+    Those that do not answer, or are away, are noted: the gateway asks them again (``give_back_here``).
+    """
+    silent, known = transport.everywhere({"op": "drop", "label": job}), directory.current()
+    if known is not None:
+        try:
+            known.note_left(job, silent)
+        except NotReachable as error:
+            sys.stderr.write(f"{error}\n")
+    give_back_here(job, home)
+
+
+def give_back_here(job: JobId, home: str) -> None:
+    """Give back what the job has published on this machine; a registry that is gone has nothing left of it."""
     if not in_use(home):
         return
     try:
-        tensors.connect(home=home, keep=True).drop_label(job)
+        with tensors.connect(home=home) as plane:
+            plane.drop_label(job)
     except (NotReachable, TensorError) as error:
         sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
 

@@ -7,7 +7,7 @@ or an environment variable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class Directory(Protocol):
 
     def register(self, store: str) -> None:
         """Say where the tensor server of this machine listens. Raises NotReachable."""
+        ...
+
+    def note_left(self, job: str, silent: Sequence[str]) -> None:
+        """Hosts that did not give back the tensors of a job that ends: they are asked again, as those that are away."""
         ...
 
 
@@ -53,6 +57,9 @@ class FixedDirectory:
     def register(self, store: str) -> None:
         """See Directory."""
         self.known[self.host] = store
+
+    def note_left(self, job: str, silent: Sequence[str]) -> None:
+        """See Directory: without an engine the hosts are not asked again."""
 
 
 _own: list[Directory] = []

@@ -454,32 +454,34 @@ def delete(plane: Plane, names: Sequence[tuple[str, str]]) -> None:
             plane.delete(name, missing_ok=True)
 
 
-def everywhere(request: Fields, namespace: str = DEFAULT_NAMESPACE) -> None:
-    """Send a request to the tensor server of every other machine; those that do not answer are left out."""
+def everywhere(request: Fields, namespace: str = DEFAULT_NAMESPACE) -> tuple[str, ...]:
+    """Send a request to the tensor server of every other machine; the hosts of those that did not do it."""
     known = directory.current()
     if known is None:
-        return
-    for host, store in known.stores(fresh=True).items():
-        if host != known.host:
-            notify(store, {**request, "namespace": namespace})
+        return ()
+    stores = known.stores(fresh=True).items()
+    asked = {**request, "namespace": namespace}
+    return tuple(host for host, store in stores if host != known.host and not notify(store, asked))
 
 
 _silent: Final = dict[str, float]()
 """Tensor servers that did not answer, and until when they are not asked to delete anything."""
 
 
-def notify(store: str, request: Fields) -> None:
-    """Ask for something whose loss does no harm; one that does not answer is left alone for a while."""
+def notify(store: str, request: Fields) -> bool:
+    """Ask for something whose loss does no harm, True if it is done; one that is silent is left alone for a while."""
     now_s = SystemClock().monotonic_s()
     if _silent.get(store, 0.0) > now_s:
-        return
+        return False
     _silent.pop(store, None)
     try:
         ask(store, request)
     except errors.TensorError:
-        pass
+        return False
     except (OSError, NotReachable):
         _silent[store] = now_s + _SILENT_S
+        return False
+    return True
 
 
 def _aside(name: str, step: int | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import importlib
 import os
 import shutil
 import time
@@ -69,6 +70,11 @@ class Agent:
     def read(self, job: str, area: str, path: str, offset: int, count: int) -> bytes | RotaError:
         """See ``JobFiles.read``."""
         return _value(lambda: self._files.read(job, area, path, offset, count))
+
+    def give_back(self, job: str, target: str) -> None:
+        """Let ``target``, a function ``module:name`` of job and home, free what a job that ended has left here."""
+        module, _, name = target.partition(":")
+        getattr(importlib.import_module(module), name)(job, str(self._home.root))
 
     def code(self, job: str, workdir: str) -> tuple[str, int] | RotaError:
         """Digest and bytes of the code of a job; it is packed now if that was not done at its submit."""

@@ -328,9 +328,14 @@ class GatewayClient:
         """End the master of a job for good; its instances stay."""
         await self._ask("kill_master", {"job": job}, timeout_s=timeout_s)
 
-    async def sweep(self, job: JobId, *, grace_s: float = 0.0, timeout_s: float = 60.0) -> SweptDocument:
-        """End the master, every instance and every reservation of a job that is over; returns what was ended."""
-        return await self._ask("sweep", {"job": job, "grace_s": grace_s}, timeout_s=timeout_s)
+    async def sweep(
+        self, job: JobId, *, grace_s: float = 0.0, give_back: str = "", timeout_s: float = 60.0
+    ) -> SweptDocument:
+        """End the master, every instance and every reservation of a job that is over; returns what was ended.
+
+        ``give_back``, a function as ``module:name``, frees its tensors on machines that did not answer at its end.
+        """
+        return await self._ask("sweep", {"job": job, "grace_s": grace_s, "give_back": give_back}, timeout_s=timeout_s)
 
     async def list_jobs(self, *, timeout_s: float = 30.0) -> tuple[JobId, ...]:
         """Jobs of which anything exists in the engine, sorted."""

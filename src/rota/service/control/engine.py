@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rota.spec.measured import CheckFacts
 
 MASTER_TARGET = "rota.job.master.master:Master"
+GIVE_BACK_TARGET = "rota.job.checkpoint:give_back_here"
 STATUS_TIMEOUT_S = 2.0
 
 
@@ -212,7 +213,7 @@ class GatewayEngine:
 
     async def sweep(self, job: JobId) -> None:
         with _unavailable_of(job):
-            await self._client.sweep(job)
+            await self._client.sweep(job, give_back=GIVE_BACK_TARGET)
 
     async def jobs(self) -> tuple[JobId, ...]:
         if not self._started and find_engine(self._home.root) is None:

@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -111,6 +111,10 @@ class GenerationTable(LockFile):
         """True when the newest id that was ever current was deleted, and none came since."""
         return bool(self.words[2 * slot + 1] & _DELETED)
 
+    def is_newest(self, slot: int, version: int) -> bool:
+        """True when nothing was published in, or deleted from, the slot after this version."""
+        return version != 0 and self.words[2 * slot + 1] == version
+
     def place(self, slot: int, version: int) -> Place | None:
         """Where a version lies that the slot shows; None when the table does not say: the registry knows."""
         if slot >= max(self._allocated[0], _PLACES_STEP):
@@ -184,6 +188,15 @@ class GenerationTable(LockFile):
         with self._held(slot, self._stripes[slot % _STRIPES], name):
             self.words[2 * slot] = 0
             failpoint("slot-zero")
+            yield
+
+    @contextlib.contextmanager
+    def slot_locks(self, slots: Iterable[tuple[int, str]]) -> Iterator[None]:
+        """``slot_lock`` of several (slot, name), all or none; everybody takes them in one order."""
+        with contextlib.ExitStack() as stack:
+            names = dict(slots)  # a name that is gone may have had the slot that another one has now
+            for slot in sorted(names, key=lambda each: (each % _STRIPES, each)):
+                stack.enter_context(self.slot_lock(slot, names[slot]))
             yield
 
     def ring_lock(self, slot: int, name: str) -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,8 @@ from rota.tensors import errors
 from rota.tensors.core import SLOTS_MAX, Json
 
 _FOLDER = Path(__file__).parent / "scripts"
+REJOIN: Final = ("EPOCH", "UNJOINED")
+"""Refusals after which a client joins again and repeats."""
 STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
 _DISTRUST = """
 local run = redis.call('HGET', KEYS[1], 'run')
@@ -152,6 +154,10 @@ class Machine(Protocol):
         """Run one script with its arguments behind epoch and wall clock. Raises Refused."""
         ...
 
+    def run_many(self, name: str, calls: Sequence[tuple[Argument, ...]]) -> list[Reply]:
+        """``run`` for each tuple of arguments; refusals but those of ``REJOIN`` come back as values."""
+        ...
+
 
 class RedisMachine:
     """The scripts on a Redis server."""
@@ -188,6 +194,17 @@ class RedisMachine:
             return self.client.run(SCRIPTS[name], self.prefix, self.epoch, now_ms, *args)
         except ReplyError as error:
             raise ScriptRefused(error.code, error.words[:-1]) from None  # the last word is the dot of every refusal
+
+    def run_many(self, name: str, calls: Sequence[tuple[Argument, ...]]) -> list[Reply]:
+        """Run one script once for each tuple of arguments, in one round trip; what is refused comes back as a value.
+        Raises ScriptRefused when the registry was lost or does not know the client: then all is to be repeated."""
+        now_ms = int(self._clock.wall_s() * 1000)
+        replies = self.client.run_many(SCRIPTS[name], self.prefix, [(self.epoch, now_ms, *args) for args in calls])
+        out = [ScriptRefused(r.code, r.words[:-1]) if isinstance(r, ReplyError) else r for r in replies]
+        for reply in out:
+            if isinstance(reply, ScriptRefused) and reply.code in REJOIN:
+                raise reply
+        return out
 
     def find_epoch(self) -> tuple[int, str]:
         """The epoch of the registry, 0 when it does not know the namespace, and the folder of the memory."""
@@ -240,23 +257,24 @@ class Registry:
 
     def reserve(self, client: str, request: str, ask: VersionRequest) -> Reserved:
         """A pending version with a block."""
-        reply = self.machine.run(
-            "reserve", client, request, ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label,
-            ask.block, ask.count, ask.file, ask.payload, ask.desc, ask.orphan, ask.retain, int(ask.mutable),
-            int(ask.evictable), ask.part, ask.world, int(ask.direct),
-            int(ask.copied),
-        )  # fmt: skip
-        version, slot, seg, offset, step = reply
-        return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
+        return _reserved(self.machine.run("reserve", client, request, *_asked(ask)))
+
+    def reserve_many(self, client: str, asks: Sequence[tuple[str, VersionRequest]]) -> list[Reserved | ScriptRefused]:
+        """``reserve`` of each (request id, ask), in one round trip."""
+        replies = self.machine.run_many("reserve", [(client, request, *_asked(ask)) for request, ask in asks])
+        return [reply if isinstance(reply, ScriptRefused) else _reserved(reply) for reply in replies]
 
     def commit(self, client: str, version: int) -> CommitResult:
         """Make a pending version current, or hand in a part."""
-        kind, value, slot, first, kept, current = self.machine.run("commit", client, version)
-        ready = _text(kind) == "ready"
-        return CommitResult(
-            ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
-            kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
-        )  # fmt: skip
+        return _committed(version, self.machine.run("commit", client, version))
+
+    def commit_many(self, client: str, versions: Sequence[int]) -> list[CommitResult | ScriptRefused]:
+        """``commit`` of each, in one round trip."""
+        replies = self.machine.run_many("commit", [(client, version) for version in versions])
+        return [
+            reply if isinstance(reply, ScriptRefused) else _committed(version, reply)
+            for version, reply in zip(versions, replies, strict=True)
+        ]
 
     def abort(self, client: str, version: int) -> bool:
         """Undo a pending version; False when it is gone or was committed."""
@@ -290,6 +308,11 @@ class Registry:
         version = "" if expected is None else expected
         return int(self.machine.run("delete", name, slot, version, int(idle), label, epoch))
 
+    def delete_many(self, names: Sequence[tuple[str, int]]) -> list[int | ScriptRefused]:
+        """``delete`` of each (name, slot), in one round trip."""
+        replies = self.machine.run_many("delete", [(name, slot, "", 0, "", 0) for name, slot in names])
+        return [reply if isinstance(reply, ScriptRefused) else int(reply) for reply in replies]
+
     def sweep(self, client: str, n_max: int = 1000) -> Swept:
         """One slice of undoing what a client has."""
         left, _leases, _aborted, *drops = self.machine.run("sweep", client, n_max)
@@ -311,6 +334,12 @@ class Registry:
     def ls(self, prefix: str = "", after: str = "", n_max: int = 500) -> list[Row]:
         """A page of names."""
         return [_row(row) for row in self.machine.run("ls", prefix, after, n_max)]
+
+    def find_many(self, names: Sequence[str]) -> list[Row | None]:
+        """The row of exactly each name, in one round trip."""
+        pages = self.machine.run_many("ls", [(name, "", 1) for name in names])
+        rows = [_row(page[0]) if page else None for page in pages]
+        return [row if row and row.name == name else None for name, row in zip(names, rows, strict=True)]
 
     def ls_all(self, prefix: str = "") -> list[Row]:
         """Every name with that prefix, page by page."""
@@ -381,6 +410,29 @@ def refusal(refused: ScriptRefused, name: str, *, epoch: int = 0, step: int | No
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _asked(ask: VersionRequest) -> tuple[Argument, ...]:
+    """A request as ``reserve.lua`` reads it, behind the client and the request id."""
+    return (
+        ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label, ask.block, ask.count, ask.file,
+        ask.payload, ask.desc, ask.orphan, ask.retain, int(ask.mutable), int(ask.evictable), ask.part, ask.world,
+        int(ask.direct), int(ask.copied),
+    )  # fmt: skip
+
+
+def _reserved(reply: Sequence[Reply]) -> Reserved:
+    version, slot, seg, offset, step = reply
+    return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
+
+
+def _committed(version: int, reply: Sequence[Reply]) -> CommitResult:
+    kind, value, slot, first, kept, current = reply
+    ready = _text(kind) == "ready"
+    return CommitResult(
+        ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
+        kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
+    )  # fmt: skip
 
 
 def _leased(row: Sequence[Reply]) -> Leased:

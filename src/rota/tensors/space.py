@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
 from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in, noted_in
-from rota.tensors.registry import Registry, Row, ScriptRefused
+from rota.tensors.registry import REJOIN, Registry, Row, ScriptRefused
 from rota.tensors.segments import Segments
 
 _T = TypeVar("_T")
@@ -30,6 +30,19 @@ _NEAREST_OF_MAX: Final = 32
 _LIMBO_COUNT_MAX: Final = 32
 _LIMBO_BYTES_MAX: Final = 4 << 20
 _REAP_MAX: Final = 1000
+_PUBLISHED_MAX: Final = 4096
+_DELETE_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What this process published last under a name; while the table says that it still is the newest, the registry
+    need not be asked where the name is."""
+
+    name: str
+    slot: int
+    version: int
+    block: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +67,7 @@ class Space:
     lock: threading.RLock = field(default_factory=threading.RLock)
     limbo_count: int = 0
     limbo_bytes: int = 0
+    published: dict[str, Published] = field(default_factory=dict[str, Published])
 
     @property
     def clients(self) -> Path:
@@ -74,7 +88,7 @@ class Space:
             try:
                 return action()
             except ScriptRefused as refused:
-                if refused.code not in ("EPOCH", "UNJOINED"):
+                if refused.code not in REJOIN:
                     raise
             except errors.EpochChanged:
                 pass
@@ -145,6 +159,53 @@ class Space:
         hint = nearest(str(name), [row.name for row in rows if row.version], "tensors")
         return errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
 
+    def note_published(self, what: Published) -> None:
+        """Remember what this process published."""
+        if len(self.published) >= _PUBLISHED_MAX:
+            self.published.clear()
+        self.published[what.name] = what
+
+    def delete_many(self, names: Sequence[str]) -> list[str]:
+        """``delete`` of each name, those of a batch in one round trip, or two where this process did not publish them;
+        the names that were there."""
+        gone: list[str] = []
+        for at in range(0, len(names), _DELETE_MAX):
+            gone += self._delete_batch(names[at : at + _DELETE_MAX])
+        return gone
+
+    def _delete_batch(self, names: Sequence[str]) -> list[str]:
+        table, known = self.table, {name: self.published.get(name) for name in names}
+        if strange := [name for name, what in known.items() if what is None]:
+            rows = self.retry(lambda: self.registry.find_many(strange))
+            found = [Published(row.name, row.slot, row.version, row.block) for row in rows if row is not None]
+            known = {name: what for name, what in known.items() if what} | {what.name: what for what in found}
+        done: set[str] = set()
+        befores: dict[str, int] = {}
+        with table.slot_locks((what.slot, name) for name, what in known.items() if what):
+            sure = [what for what in known.values() if what and table.is_newest(what.slot, what.version)]
+            for what in sure:
+                befores[what.name] = table.store_deleted(what.slot, what.version)
+                self.doomed(what.block)
+            failpoint("deleting")
+            epoch = table.epoch
+            asked = [(what.name, what.slot) for what in sure]
+            replies = self.retry(lambda: self.registry.delete_many(asked)) if asked else []
+            failpoint("deleted")
+            for what, reply in zip(sure, replies, strict=True):
+                if isinstance(reply, int):
+                    table.store_deleted(what.slot, reply)
+                    done.add(what.name)
+                elif reply.code == "NOTFOUND":  # it was there: the reply was lost, this answers the second try
+                    done.add(what.name)
+                else:
+                    table.store_last(what.slot, befores[what.name])
+            rebuilt = table.epoch != epoch
+        for name in names:  # one by one what another process changed, and all if a rebuild may have brought them back
+            self.published.pop(name, None)
+            if (name not in done or rebuilt) and self.delete(name):
+                done.add(name)
+        return [name for name in names if name in done]
+
     def delete(
         self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
     ) -> bool:
@@ -154,10 +215,12 @@ class Space:
         Refused when ``label`` is fenced above ``epoch``.
         """
         for _ in range(_RETRIES_MAX):
-            row = self.retry(lambda: self.find_row(name))
+            row = self._find_published(name) or self.retry(lambda: self.find_row(name))
             if row is None:
                 return False
             with self.table.slot_lock(row.slot, name):
+                if isinstance(row, Published) and not self.table.is_newest(row.slot, row.version):
+                    continue  # another process changed it
                 if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
                     now = self.retry(lambda: self.find_row(name))
                     if now is None or now.version != row.version:
@@ -190,7 +253,12 @@ class Space:
                 return True
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
-    def _not_deleted(self, row: Row, refused: ScriptRefused) -> bool:
+    def _find_published(self, name: str) -> Published | None:
+        """What this process knows of a name that it published last, forgotten with the look."""
+        what = self.published.pop(name, None)
+        return what if what is not None and self.table.is_newest(what.slot, what.version) else None
+
+    def _not_deleted(self, row: Row | Published, refused: ScriptRefused) -> bool:
         """Restore the slot whose lock is held. Whether the name is gone by us; raises what does not answer that."""
         match refused.code:
             case "NOTFOUND" if row.version:  # it was there when the lock was taken: only the reply was lost

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final
@@ -34,13 +34,15 @@ from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
 from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
-from rota.tensors.space import Space
+from rota.tensors.space import Published, Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
 _MANIFEST_BYTES_MAX: Final = 32 << 20
 _ROOM_TRIES_MAX: Final = 4
 _POLL_S: Final = 0.005
 _STEPS_MAX: Final = 256
+_BATCH_MAX: Final = 64
+"""Names in one round trip: for each the registry looks through the pending ones of this client."""
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: dumps() would make one a call
 
 
@@ -160,19 +162,80 @@ class TensorWriter:
             self.abort(pending)
             raise
 
+    def publish_many(
+        self, sources: Mapping[str, TensorSource], order: PublishOrder, life: Life, device: str = ""
+    ) -> dict[str, Version]:
+        """``publish`` of a single tensor a name: (2) and (4) are one round trip each for all names of a batch.
+
+        Each name is published by itself. Raises as ``publish``: nothing of a batch is published when a name could not
+        be reserved, else all names but those refused; batches before it stay.
+        """
+        done: dict[str, Version] = {}
+        names = list(sources)
+        for at in range(0, len(names), _BATCH_MAX):
+            batch = {name: sources[name] for name in names[at : at + _BATCH_MAX]}
+            done |= self._publish_batch(batch, order, life, device)
+        return done
+
+    def _publish_batch(
+        self, sources: Mapping[str, TensorSource], order: PublishOrder, life: Life, device: str
+    ) -> dict[str, Version]:
+        drafts = {
+            name: lay_out([(name, each.dtype, each.shape)], order, life, None, device) for name, each in sources.items()
+        }
+        pendings = self._reserve_batch(drafts, order, life)
+        try:
+            for pending in pendings:
+                self.copy(pending, [sources[pending.name].data])
+            replies = self.commit_many(pendings)
+        except BaseException:
+            for pending in pendings:
+                self.abort(pending)
+            raise
+        versions: dict[str, Version] = {}
+        for pending, reply in zip(pendings, replies, strict=True):
+            if isinstance(reply, ScriptRefused):
+                refusal(reply, pending.name, epoch=order.epoch, step=order.step)
+            versions[pending.name] = reply
+        return versions
+
+    def _reserve_batch(self, drafts: Mapping[str, Draft], order: PublishOrder, life: Life) -> list[Pending]:
+        """``reserve`` of each name in one round trip; what then has no memory, or was forgotten by a rebuilt registry,
+        is reserved by itself. When one cannot be reserved none stays."""
+        space, table = self._space, self._space.table
+        asks = [(self._random.new_id(48), _ask(name, "t", draft, order, life)) for name, draft in drafts.items()]
+        space.reap_some(sum(ask.block for _, ask in asks))
+        epoch = table.epoch
+        replies = space.retry(lambda: space.registry.reserve_many(space.client, asks))
+        pendings: list[Pending] = []
+        try:
+            for (_, ask), reserved in zip(asks, replies, strict=True):
+                draft, pending = drafts[ask.name], None
+                if isinstance(reserved, Reserved):
+                    with contextlib.suppress(errors.OutOfMemory):
+                        pending = self._allocate(ask, draft, reserved, spill=False)
+                if pending is not None and table.epoch == epoch:
+                    pendings.append(self._begin(pending))
+                else:
+                    if pending is not None:
+                        self._forget(pending)
+                    pendings.append(self.reserve(ask.name, "t", draft, order, life))
+        except BaseException:
+            for pending in pendings:
+                self.abort(pending)
+            for reserved in (each for each in replies[len(pendings) :] if isinstance(each, Reserved)):
+                with contextlib.suppress(errors.TensorError, ScriptRefused):
+                    space.retry(lambda version=reserved.version: space.registry.abort(space.client, version))
+            raise
+        return pendings
+
     def reserve(self, name: str, kind: str, draft: Draft, order: PublishOrder, life: Life) -> Pending:
         """A pending version with its block, header written. Memory is recorded before it is taken.
 
         When the file system is full, free files and then evictable names make room; then the disk, if one is named.
         """
-        cls = core.size_class(draft.front, draft.payload)
-        ask = VersionRequest(
-            name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
-            count=cls.count, file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan,
-            retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
-            direct=life.part[1] == 1 and not life.evictable, copied=order.copied,
-        )  # fmt: skip
-        self._space.reap_some(cls.block)
+        ask = _ask(name, kind, draft, order, life)
+        self._space.reap_some(ask.block)
         for _ in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
@@ -199,16 +262,23 @@ class TensorWriter:
             pending = self._prepare(ask, draft, spill)
             if self._space.table.epoch == epoch:
                 return self._begin(pending)
-            self.abort(pending)
-            if pending.reserved.seg not in self._space.retry(lambda: self._space.registry.members("segs")):
-                self._space.segments.unlink(pending.reserved.seg)
+            self._forget(pending)
         raise errors.Aborted(f"{ask.name}: the registry was rebuilt repeatedly", name=ask.name)
+
+    def _forget(self, pending: Pending) -> None:
+        """Undo what was reserved in a registry that was lost since, its file too if the new one does not know it."""
+        self.abort(pending)
+        if pending.reserved.seg not in self._space.retry(lambda: self._space.registry.members("segs")):
+            self._space.segments.unlink(pending.reserved.seg)
 
     def _prepare(self, ask: VersionRequest, draft: Draft, spill: bool) -> Pending:
         """A reserved block whose memory exists, not yet touched."""
+        return self._allocate(ask, draft, self._reserve(ask), spill)
+
+    def _reserve(self, ask: VersionRequest) -> Reserved:
         space, request = self._space, self._random.new_id(48)
         try:
-            reserved = space.retry(lambda: space.registry.reserve(space.client, request, ask))
+            return space.retry(lambda: space.registry.reserve(space.client, request, ask))
         except ScriptRefused as refused:
             refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
         except RotaError:
@@ -216,6 +286,8 @@ class TensorWriter:
         except BaseException:  # Ctrl-C: it may have been done, and the same request has the same answer
             space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
             raise
+
+    def _allocate(self, ask: VersionRequest, draft: Draft, reserved: Reserved, spill: bool) -> Pending:
         failpoint("reserved")
         header = BlockHeader(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
@@ -265,6 +337,36 @@ class TensorWriter:
 
     def commit(self, pending: Pending) -> Version:
         """Make it visible, under the lock of its slot; the header says so after the registry does."""
+        done = self.commit_many([pending])[0]
+        if isinstance(done, ScriptRefused):
+            refusal(done, pending.name, epoch=pending.ask.epoch, step=pending.ask.step)
+        return done
+
+    def commit_many(self, pendings: Sequence[Pending]) -> list[Version | ScriptRefused]:
+        """``commit`` of each, in one round trip; those that are refused are undone."""
+        space = self._space
+        versions = [pending.reserved.version for pending in pendings]
+        for pending in pendings:
+            self._seal(pending)
+        with space.table.slot_locks((each.reserved.slot, each.name) for each in pendings):
+            for _ in range(_ROOM_TRIES_MAX):
+                epoch = space.table.epoch
+                replies = space.retry(lambda: space.registry.commit_many(space.client, versions))
+                failpoint("committed")
+                for pending, done in zip(pendings, replies, strict=True):
+                    self._show(pending, done)
+                failpoint("slot-stored")
+                if space.table.epoch == epoch:
+                    break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
+            else:
+                raise errors.Aborted(f"{pendings[0].name}: the registry was rebuilt repeatedly", name=pendings[0].name)
+        return [
+            done if isinstance(done, ScriptRefused) else self._published(pending, done)
+            for pending, done in zip(pendings, replies, strict=True)
+        ]
+
+    def _seal(self, pending: Pending) -> None:
+        """Say in the header that the bytes are complete."""
         space, reserved = self._space, pending.reserved
         if pending.place is not None and space.devices is not None:
             space.devices.finish()
@@ -274,29 +376,33 @@ class TensorWriter:
             pending.header = replace(pending.header, payload_crc=zlib.crc32(payload.data) or 1)
             self._write(pending, 0, pending.header.pack())
         self._write(pending, STATE_AT, pack_state(PREPARED))
-        with space.table.slot_lock(reserved.slot, pending.name):
-            for _ in range(_ROOM_TRIES_MAX):
-                epoch = space.table.epoch
-                done = self._commit(pending)
-                failpoint("committed")
-                if done.ready:
-                    self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
-                if done.current == reserved.version and pending.ask.direct:
-                    number = int(reserved.seg.rpartition("-")[2])
-                    space.table.store_place(reserved.slot, (done.current, number, reserved.offset, pending.ask.block))
-                if done.current:
-                    space.table.store(reserved.slot, done.current)
-                failpoint("slot-stored")
-                if space.table.epoch == epoch:
-                    break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
-            else:
-                raise errors.Aborted(f"{pending.name}: the registry was rebuilt repeatedly", name=pending.name)
+
+    def _show(self, pending: Pending, done: CommitResult | ScriptRefused) -> None:
+        """Say in header and table what the registry did; the slot's lock is held."""
+        table, reserved = self._space.table, pending.reserved
+        if isinstance(done, ScriptRefused):
+            row = self._space.find_row(pending.name)
+            if row is not None and row.version and row.slot == reserved.slot:
+                table.store(row.slot, row.version)
+            return
+        if done.ready:
+            self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
+        if done.current == reserved.version and pending.ask.direct:
+            number = int(reserved.seg.rpartition("-")[2])
+            table.store_place(reserved.slot, (done.current, number, reserved.offset, pending.ask.block))
+        if done.current:
+            table.store(reserved.slot, done.current)
+
+    def _published(self, pending: Pending, done: CommitResult) -> Version:
+        space, reserved = self._space, pending.reserved
         if done.first:
             space.table.created(done.version)
         else:
             space.doomed(pending.ask.block)
         if pending.ask.kind == "g":
             self._groups.setdefault(pending.name, deque(maxlen=_STEPS_MAX)).append(reserved.version)
+        elif done.ready:
+            space.note_published(Published(pending.name, reserved.slot, reserved.version, pending.ask.block))
         space.counters["puts"] += 1
         return Version(
             name=pending.name, id=reserved.version, epoch=pending.ask.epoch, step=reserved.step,
@@ -369,16 +475,6 @@ class TensorWriter:
             freed = self.free_room()
         return freed
 
-    def _commit(self, pending: Pending) -> CommitResult:
-        space = self._space
-        try:
-            return space.retry(lambda: space.registry.commit(space.client, pending.reserved.version))
-        except ScriptRefused as refused:
-            row = space.find_row(pending.name)
-            if row is not None and row.version and row.slot == pending.reserved.slot:
-                space.table.store(row.slot, row.version)
-            refusal(refused, pending.name, epoch=pending.ask.epoch, step=pending.ask.step)
-
     def _is_mapped(self, pending: Pending) -> bool:
         return pending.ask.count > 1 or self._space.segments.is_open(pending.reserved.seg)
 
@@ -399,6 +495,16 @@ class TensorWriter:
                 done += os.pwrite(fd, view[done : done + _PWRITE_BYTES_MAX], offset + done)
         finally:
             os.close(fd)
+
+
+def _ask(name: str, kind: str, draft: Draft, order: PublishOrder, life: Life) -> VersionRequest:
+    cls = core.size_class(draft.front, draft.payload)
+    return VersionRequest(
+        name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block, count=cls.count,
+        file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan, retain=life.retain,
+        mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
+        direct=life.part[1] == 1 and not life.evictable, copied=order.copied,
+    )  # fmt: skip
 
 
 def lay_out(

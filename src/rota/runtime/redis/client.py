@@ -187,6 +187,16 @@ class RedisClient:
             raise ReplyError(str(reply))
         return reply
 
+    def run_many(self, script: Script, key: str, calls: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Run a script once for each tuple of arguments, in one round trip; refusals come back as values."""
+        commands = [("EVALSHA", script.sha, 1, key, *args) for args in calls]
+        replies = self._exchange(commands)
+        if unknown := [at for at, reply in enumerate(replies) if str(reply).startswith("NOSCRIPT")]:
+            self.call("SCRIPT", "LOAD", script.body)
+            for at, reply in zip(unknown, self._exchange([commands[at] for at in unknown]), strict=True):
+                replies[at] = reply
+        return [ReplyError(str(reply)) if isinstance(reply, hiredis.ReplyError) else reply for reply in replies]
+
     def close(self) -> None:
         """Close the sockets of all threads."""
         with self._lock:

@@ -227,6 +227,31 @@ class Plane:
         uuid = self._device(device)
         return self._writer.publish(name, "t", {name: self._source(tensor, uuid)}, order, life, None, uuid)
 
+    def put_many(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int | None = None,
+        orphan: str = "keep",
+        retain: int = 1,
+        evictable: bool = False,
+        device: str | None = None,
+        label: str | None = None,
+        epoch: int | None = None,
+    ) -> dict[str, Version]:
+        """``put`` of a tensor under each of many names, with two round trips to the registry for each 64 of them.
+
+        Each name is published by itself: readers may see some before the others (``publish_group`` shows all at once).
+        Raises as ``put``, for the first name that is refused. When no block could be had for a name, nothing of its 64
+        is published; when another writer was faster, all but that name are.
+        """
+        if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+            raise BadInput(f"put_many({type(tensors).__name__}): a mapping of names to tensors")
+        uuid = self._device(device)
+        sources = {core.check_name(name): self._source(tensor, uuid) for name, tensor in tensors.items()}
+        life = Life(orphan=orphan, retain=retain, evictable=evictable)
+        return self._writer.publish_many(sources, self._order(step, label, epoch), life, uuid)
+
     @contextlib.contextmanager
     def create(
         self,
@@ -404,6 +429,19 @@ class Plane:
         self._reader.forget(name)
         if not deleted and not missing_ok:
             raise self._space.not_found(name)
+
+    def delete_many(self, names: Iterable[str], *, missing_ok: bool = False) -> int:
+        """Take many names away, with one round trip to the registry for each 256 of them, two for those that another
+        process published; how many were there. Raises NotFound unless ``missing_ok``, when the others are gone."""
+        if isinstance(names, str) or not isinstance(names, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
+            raise BadInput(f"delete_many({names!r}): an iterable of names")
+        wanted = list(dict.fromkeys(names))
+        gone = self._space.delete_many(wanted)
+        for name in wanted:
+            self._reader.forget(name)
+        if not missing_ok and len(gone) < len(wanted):
+            raise self._space.not_found(next(name for name in wanted if name not in gone))
+        return len(gone)
 
     def drop_label(self, label: str) -> int:
         """Delete every name that ``label``, or a label below it, published last, end its pins, and give free memory

@@ -46,6 +46,10 @@ def test_many_names_are_published_and_deleted_with_a_round_trip_for_each_batch(
     assert plane.delete_many(MANY) == 100
     assert trips == [100]
     assert plane.ls() == []
+    plane.put("w", np.zeros(3))
+    trips.clear()
+    plane.delete("w")
+    assert trips == [1], "who published it last knows where it is"
 
 
 def test_names_of_others_and_names_that_are_not_there_are_told_apart(plane: Plane, actors: Crew) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import interfaces
@@ -142,8 +142,7 @@ def _exceptions() -> list[tuple[str, str, str, str]]:
         (node.name, base, str(path.relative_to(SOURCE)), (ast.get_docstring(node) or "").partition("\n\n")[0])
         for path in sorted(SOURCE.rglob("*.py"))
         if path != SOURCE / "spec" / "errors.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        for node in _classes(ast.parse(path.read_text(encoding="utf-8")))
         for base in [ast.unparse(one).rpartition(".")[2] for one in node.bases]
     ]
     size = 0
@@ -152,6 +151,15 @@ def _exceptions() -> list[tuple[str, str, str, str]]:
         known |= {name for name, base, _, _ in classes if base in known}
     found = {name: (name, base, path, " ".join(text.split())) for name, base, path, text in classes if base in known}
     return [found[name] for name in sorted(found) if not name.startswith("_")]
+
+
+def _classes(node: ast.AST) -> Iterator[ast.ClassDef]:
+    """Every class below a node, within functions too; expressions hold none and are most of a tree."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            if isinstance(child, ast.ClassDef):
+                yield child
+            yield from _classes(child)
 
 
 SECTIONS = {

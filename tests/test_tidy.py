@@ -49,12 +49,20 @@ def _untidy(path: Path) -> Iterator[str]:
         yield f": first docstring paragraph is no sentence: {first!r}"
     if text.count("\n") > LINES_MAX:
         yield f" has {text.count(chr(10))} lines; split it by idea"
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
                 yield f": {node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
     yield from (f": {one}" for one in _undocumented(tree))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node; expressions, which are most of a tree and hold no function, are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _statements(child)
 
 
 def _undocumented(tree: ast.Module) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, get_args
 
@@ -17,16 +16,8 @@ from rota.service.rest.app import application
 
 
 def routes_of(app: FastAPI) -> list[APIRoute]:
-    """Every route of the application, those of nested routers too."""
-    return [*_routes(app.routes)]
-
-
-def _routes(found: Iterable[Any]) -> Iterator[APIRoute]:
-    for one in found:
-        if isinstance(one, APIRoute):
-            yield one
-        elif (router := getattr(one, "original_router", None)) is not None:
-            yield from _routes(router.routes)
+    """Every route of the application."""
+    return [route for route in app.routes if isinstance(route, APIRoute)]
 
 
 def route_of(method: str, path: str) -> APIRoute | None:

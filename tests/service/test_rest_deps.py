@@ -6,12 +6,11 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from described import routes_of
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 from standing import HELLO, Standing, with_service
@@ -332,19 +331,11 @@ def test_words_of_strangers_add_no_rows_to_the_metrics(tmp_path: Path) -> None:
     with_service(tmp_path, test)
 
 
-def every_route(router: Any) -> Iterator[APIRoute]:
-    for route in router.routes:
-        if isinstance(route, APIRoute):
-            yield route
-        else:
-            yield from every_route(route.original_router)
-
-
 def test_the_api_description_is_openapi_3_1_and_names_every_route(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         described = (await service.http.get("/openapi.json")).json()
         assert described["openapi"].startswith("3.1")
-        routes = list(every_route(application()))
+        routes = routes_of(application())
         assert {route.path_format for route in routes} >= set(described["paths"]) > {"/api/v1/jobs", "/metrics"}
         for route in routes:
             direct = route.dependant.dependencies

@@ -205,3 +205,14 @@ class ProblemDocument(Closed):
     request_id: str
     errors: NotRequired[list[Place]]
     fields: NotRequired[Fields]
+
+
+PROBLEM = "application/problem+json"
+REFS = "#/components/schemas/{model}"
+REFUSAL: dict[int | str, JsonObject] = {
+    "default": {
+        "description": "A refusal, as RFC 9457 describes it",
+        "content": {PROBLEM: {"schema": {"$ref": REFS.format(model=ProblemDocument.__name__)}}},
+    }
+}
+"""What every route may answer in place of its document."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.config import rota_version
 from rota.service.jobfile.problems import DISK_REMEDIES, Problem
-from rota.service.models.base import ProblemDocument, document
+from rota.service.models.base import PROBLEM, REFS, ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
 from rota.service.rest.deps import AppState, asked_line, auth_request
 from rota.service.rest.routes import accounts, cluster, files, jobs, machines, page, streams
@@ -40,7 +40,6 @@ BODY_S = 120.0
 LOGIN_BYTES_MAX, LOGIN_S = 4096, 10.0
 """The same of the login of the page, whose sender is not known yet."""
 LOGIN = "/login"
-PROBLEM = "application/problem+json"
 RETRY_AFTER_S = 1
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 """Named in the metrics; a stranger may send any word as a method, and each would be one more row for ever."""
@@ -58,30 +57,26 @@ _SECURITY = (
 _HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 408: "TIMED_OUT", 413: "LIMIT_EXCEEDED"}
 
 
-_REFS = "#/components/schemas/{model}"
-_REFUSAL: dict[int | str, JsonObject] = {
-    "default": {
-        "description": "A refusal, as RFC 9457 describes it",
-        "content": {PROBLEM: {"schema": {"$ref": _REFS.format(model=ProblemDocument.__name__)}}},
-    }
-}
-
-
 class Application(FastAPI):
     """FastAPI whose description names the document of every refusal."""
 
     def openapi(self) -> JsonObject:
         """The OpenAPI document."""
         found = super().openapi()
-        problem = TypeAdapter(ProblemDocument).json_schema(ref_template=_REFS)
+        problem = TypeAdapter(ProblemDocument).json_schema(ref_template=REFS)
         found["components"]["schemas"] |= problem.pop("$defs", {}) | {ProblemDocument.__name__: problem}
         return found
 
 
 @cache
 def application() -> FastAPI:
-    """Every route with its checks, once a process; ``make_app`` puts the parts of an installation behind them."""
+    """Every route with its checks, once a process; ``make_app`` puts the parts of an installation behind them.
+
+    Routes are taken as they are: those of an included router FastAPI makes a second time at the first request.
+    """
+    parts = (jobs.router, files.router, streams.router, cluster.router, machines.router, accounts.router, cluster.sim)
     app = Application(
+        routes=[route for router in (*parts, *page.routers) for route in router.routes],
         title="Rota",
         version=rota_version(),
         description="Schedules, runs and heals deep-learning jobs of many roles.",
@@ -89,17 +84,6 @@ def application() -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for router in (
-        jobs.router,
-        files.router,
-        streams.router,
-        cluster.router,
-        machines.router,
-        accounts.router,
-        cluster.sim,
-        page.router,
-    ):
-        app.include_router(router, responses=_REFUSAL)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -24,7 +24,7 @@ from rota.service.models.accounts import (
     WebhookList,
     WebhookRow,
 )
-from rota.service.models.base import Sent, document
+from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.rest.auth import audit_cursor
 from rota.service.rest.deps import AppState, Asker, Parts
 from rota.service.webhooks import OWNER, without_password
@@ -38,7 +38,7 @@ TOKENS_MAX = 1000
 """Valid tokens of one user."""
 AUDIT_MAX = 1000
 
-router = APIRouter(prefix="/api/v1", tags=["accounts"])
+router = APIRouter(prefix="/api/v1", tags=["accounts"], responses=REFUSAL)
 
 Name = Annotated[str, Field(max_length=63)]
 

@@ -21,7 +21,7 @@ from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
 from rota.service.control.changes import broken_queues, read_queues
 from rota.service.models.alerts import AlertList
-from rota.service.models.base import Sent, document
+from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.cluster import (
     ClusterDocument,
     DrainPlan,
@@ -81,8 +81,8 @@ NOTICE_S = 600.0
 RECENT_S = 600.0
 """A part that was replaced within this time is among the warnings."""
 
-router = APIRouter(prefix="/api/v1", tags=["cluster"])
-sim = APIRouter(prefix="/api/v1", tags=["sim"])
+router = APIRouter(prefix="/api/v1", tags=["cluster"], responses=REFUSAL)
+sim = APIRouter(prefix="/api/v1", tags=["sim"], responses=REFUSAL)
 
 _MARKS: dict[str, Health] = {
     "drain": Health.DRAINED,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from rota.runtime.job_files import READ_BYTES_MAX, FileRow, JobFiles
 from rota.service.control.job_files import all_rows, hosts_of
-from rota.service.models.base import Sent, document
+from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.jobs import FileList
 from rota.service.models.jobs import FileRow as FileDocument
 from rota.service.rest.deps import JobAccess, ReadJob
@@ -22,7 +22,7 @@ PATH_CHARS_MAX = 4096
 PART_BYTES_MAX = 4 * 2**20
 """Of one answer with a range of a file."""
 
-router = APIRouter(prefix="/api/v1", tags=["files"])
+router = APIRouter(prefix="/api/v1", tags=["files"], responses=REFUSAL)
 
 Path = Annotated[str, Query(max_length=PATH_CHARS_MAX)]
 Node = Annotated[str, Query(max_length=200)]

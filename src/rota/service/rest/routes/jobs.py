@@ -16,7 +16,7 @@ from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
 from rota.service.control.job_files import texts_elsewhere
 from rota.service.control.submission import Submission
-from rota.service.models.base import API, Sent, Why, document
+from rota.service.models.base import API, REFUSAL, Sent, Why, document
 from rota.service.models.cluster import PlanReport
 from rota.service.models.jobs import (
     AttemptList,
@@ -66,7 +66,7 @@ EXEC_TIMEOUT_MAX_S = 600.0
 EXEC_AUDITED_MAX = 1000
 """Characters of a command that the audit keeps."""
 
-router = APIRouter(prefix="/api/v1", tags=["jobs"])
+router = APIRouter(prefix="/api/v1", tags=["jobs"], responses=REFUSAL)
 
 
 class SubmitBody(BaseModel):

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.runtime.node import host_name, machine_identity
-from rota.service.models.base import Sent, document
+from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.cluster import EngineAccessRow, MachineDocument
 from rota.service.rest.deps import AppState, Asker, Parts
 from rota.service.rest.machine_names import JoinedMachine
@@ -16,7 +16,7 @@ from rota.service.versions import own_versions, version_conflicts
 from rota.service.views.cluster import node_list
 from rota.spec.errors import Conflict
 
-router = APIRouter(prefix="/api/v1", tags=["cluster"])
+router = APIRouter(prefix="/api/v1", tags=["cluster"], responses=REFUSAL)
 Word = Annotated[str, Field(max_length=200)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?$")]
 

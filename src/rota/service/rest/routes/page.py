@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.service.accounts import Role
 from rota.service.models.accounts import Health, LoginDocument
-from rota.service.models.base import Sent
+from rota.service.models.base import REFUSAL, Sent
 from rota.service.rest.auth import COOKIE, SESSION_TTL_S, bracketed, host_of
 from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
 from rota.spec.errors import BadInput, NoToken, NotReachable, UnknownName
@@ -40,9 +40,9 @@ async def known_host(request: Request) -> None:
     (await app_of(request)).auth.check_host(auth_request(request))
 
 
-router = APIRouter(tags=["page"])
-_named = APIRouter(dependencies=[Depends(known_host)])
-ui = APIRouter(dependencies=[Depends(known_host)], include_in_schema=False)
+router = APIRouter(tags=["page"], responses=REFUSAL)
+_named = APIRouter(tags=["page"], dependencies=[Depends(known_host)], responses=REFUSAL)
+ui = APIRouter(tags=["page"], dependencies=[Depends(known_host)], include_in_schema=False, responses=REFUSAL)
 
 
 @router.get("/healthz")
@@ -216,5 +216,5 @@ async def icon(request: Request) -> Response:
     return _answer(request, "icon.svg", "no-cache")
 
 
-router.include_router(_named)
-router.include_router(ui)
+routers = (router, _named, ui)
+"""In the order in which a request is held against their routes."""

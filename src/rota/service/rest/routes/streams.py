@@ -30,7 +30,7 @@ from rota.runtime.output import (
 from rota.service.accounts import Caller, Redactor, Role
 from rota.service.control.job_files import JobFilesElsewhere, local_logs, wanted_logs
 from rota.service.control.loop import ServiceLoop
-from rota.service.models.base import Sent, document
+from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.jobs import EventList, EventRecord, LogPage
 from rota.service.models.jobs import LogLine as LogLineDocument
 from rota.service.rest.deps import AppState, Asker, JobAccess, Parts, ReadJob, check_attempt, member_of
@@ -48,7 +48,7 @@ NUMBER_MAX = 2**62
 
 POINTS_MAX = 2000
 
-router = APIRouter(prefix="/api/v1", tags=["streams"])
+router = APIRouter(prefix="/api/v1", tags=["streams"], responses=REFUSAL)
 
 _STREAM: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
 """What the routes answer beside a page: the same items as they come."""

@@ -223,7 +223,7 @@ def test_a_session_ends_with_its_time_and_with_its_token(auth: Auth, clock: Virt
 def test_a_forged_session_is_not_known(auth: Auth) -> None:
     cookie = auth.session_of("own")
     expires, token_id, signature = cookie.split(".")
-    no_number = f"x.{token_id}.{auth._sign(f'x.{token_id}')}"
+    no_number = f"x.{token_id}.{auth.sign(f'x.{token_id}')}"
     other = signature[:-1] + ("1" if signature[-1] == "0" else "0")
     for forged in (f"9{cookie}", f"{expires}.{token_id}.{other}", no_number, cookie[:-1], "a", "..",
                    f"{expires}.other.{signature}", f"{expires}.{token_id}.\xa0"):  # fmt: skip

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -33,8 +34,9 @@ class OwnSettings(TypedDict):
     next: None
 
 
+@cache
 def rota_version() -> str:
-    """Version of the installed package."""
+    """Version of the installed package, looked up once: that takes milliseconds."""
     try:
         return version_of("rota")
     except PackageNotFoundError:

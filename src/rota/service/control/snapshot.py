@@ -15,6 +15,7 @@ import pickle
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ def _fields(part: Any) -> dict[str, Any]:
     return {name: getattr(part, name) for name in names if name not in getattr(part, "GIVEN", ())}
 
 
+@cache
 def program(profile: str) -> str:
-    """A digest of the program and of the scheduling ``profile`` by its settings: what a snapshot depends on."""
+    """A digest of the program and of the scheduling ``profile`` by its settings: what a snapshot depends on.
+
+    Of the files as they are when a process first asks, so of those that it has just imported.
+    """
     root = Path(rota.__file__).parent
     digest = hashlib.sha256(f"{sys.version} {np.__version__} {profile}".encode())
     for path in sorted(root.rglob("*.py")):

@@ -614,9 +614,11 @@ class Scheduler:
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
         spares = self.profile.spares if spec.priority >= 0 else 0  # opportunistic work may lie on them
-        return admission.shape_feasible(
+        short = admission.shape_feasible(
             self._empties.of(self.state, spares), compile_shape(self._requests_of(spec)), spec.queue
         )
+        follow = () if short is None else [one for one in short.nearest if admission.can_follow(spec, one)]
+        return None if short is None else replace(short, nearest=tuple(follow))
 
     def find_queue(self, path: str) -> str | None:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
@@ -632,7 +634,11 @@ class Scheduler:
         if job not in self.state.jobs:
             return None
         with self._at_work():
-            return explain.explain(self.state, self.profile, job, now)
+            found = explain.explain(self.state, self.profile, job, now)
+        if (known := self._jobs.get(job)) is None:
+            return found
+        offers = [one for one in found.would_start_now_with if admission.can_follow(known.spec, one["change"])]
+        return replace(found, would_start_now_with=tuple(offers))
 
     def wait_of(self, job: JobId, now: float) -> Wait | None:
         """Why a job waits, with what holds for one that is tried before it; None where no pass gave it a reason."""

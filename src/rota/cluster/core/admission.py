@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypedDict
 
 import numpy as np
@@ -13,7 +14,8 @@ from rota.cluster.core.jobs import JobAsk, LiveJob, Shape, Slot, Wait
 from rota.cluster.core.placement import place
 from rota.cluster.core.profile import Placer
 from rota.cluster.core.state import LOST, State
-from rota.spec.ids import JobId, NodeId
+from rota.spec.ids import JobId, NodeId, RoleName
+from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, counted, format_size
 
@@ -261,6 +263,16 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def can_follow(spec: JobSpec, change: RequestChange) -> bool:
+    """False for a number of instances that the mesh of their role does not have."""
+    path, value = change.get("set", "").split("."), change.get("value")
+    if path[0] != "roles" or path[-1] != "replicas" or not isinstance(value, int):
+        return True
+    role = spec.role(RoleName(path[1]))
+    rest = prod(size for axis, size in role.mesh if axis != role.elastic_axis)
+    return not role.mesh or (role.elastic_axis is not None and value % rest == 0)
 
 
 def smaller(shape: Shape, fits: Callable[[Shape], bool]) -> Iterator[Variant]:

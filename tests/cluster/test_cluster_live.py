@@ -436,22 +436,6 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
         sim_replay(tmp_path / "log.json", "default")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "elastic", "offered"), [((), None, 2), (("dp", "pp"), None, None), (("dp", "pp"), "dp", 2)]
-)
-def test_no_number_of_instances_is_advised_that_the_mesh_does_not_have(
-    mesh: tuple[str, ...], elastic: str | None, offered: int | None
-) -> None:
-    log, wanted = with_nodes("drf"), spec("x", 4, 2)
-    role = replace(wanted.roles[0], mesh=tuple((axis, 2) for axis in mesh), elastic_axis=elastic)
-    wanted = replace(wanted, roles=(role,))
-    log.add(NodeLost(node=NodeId("r0n0")), at=1.0)
-    short = log.scheduler.infeasible(wanted)
-    assert short is not None
-    changes = {one.get("set"): one.get("value") for one in short.nearest}
-    assert changes.get("roles.w.replicas") == offered and changes["roles.w.resources.gpus"] == 1
-
-
 def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_works() -> None:
     log = with_nodes("drf")
     log.add(NodeMarked(node=NodeId("r0n1"), health=Health.DRAINED), at=1.0)

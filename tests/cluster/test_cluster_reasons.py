@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
+from test_cluster_live import spec, with_nodes
 
 from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
@@ -14,6 +15,7 @@ from rota.cluster.core.explain import explain
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.policies import PROFILES, get_profile
+from rota.spec.events import NodeLost
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
@@ -209,3 +211,19 @@ def test_what_a_question_tried_says_nothing_of_other_jobs_to_the_next_pass() -> 
     assert (wait := s.jobs[JobId("small")].wait) and wait.reason is Reason.CPU_OR_MEMORY
     step(s, JobGone(job=JobId("r1")), profile, 4.0)
     assert s.jobs[JobId("small")].phase == "running", "cores came back, though of another queue"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "elastic", "offered"), [((), None, 2), (("dp", "pp"), None, None), (("dp", "pp"), "dp", 2)]
+)
+def test_no_number_of_instances_is_advised_that_the_mesh_does_not_have(
+    mesh: tuple[str, ...], elastic: str | None, offered: int | None
+) -> None:
+    log, wanted = with_nodes("drf"), spec("x", 4, 2)
+    role = replace(wanted.roles[0], mesh=tuple((axis, 2) for axis in mesh), elastic_axis=elastic)
+    wanted = replace(wanted, roles=(role,))
+    log.add(NodeLost(node=NodeId("r0n0")), at=1.0)
+    short = log.scheduler.infeasible(wanted)
+    assert short is not None
+    changes = {one.get("set"): one.get("value") for one in short.nearest}
+    assert changes.get("roles.w.replicas") == offered and changes["roles.w.resources.gpus"] == 1

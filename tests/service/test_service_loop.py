@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from standing import HELLO, PlayedEngine, Standing, with_service
 
+from rota.cluster.live import Scheduler
+from rota.cluster.policies import PROFILES, get_profile
 from rota.service.control import loop
 from rota.spec.events import JobEnded, JobRequeued, MasterStarted, TimerFired
 from rota.spec.ids import Epoch, JobId
@@ -247,3 +249,19 @@ def test_a_scheduler_that_fails_is_told_and_what_runs_is_served_and_ended(tmp_pa
         assert not any("scheduler" in one for one in (await service.get("/status"))["warnings"])
 
     with_service(tmp_path, test)
+
+
+def test_what_of_a_profile_is_simulated_alone_is_among_the_warnings(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        scheduler = service.app.loop.scheduler
+        assert (await service.get("/status"))["warnings"] == []
+        scheduler.profile = Scheduler(get_profile("gandiva-pack"), lambda spec: ()).profile
+        (warning,) = (await service.get("/status"))["warnings"]
+        assert warning.startswith("profile gandiva-pack: Two jobs share devices in simulations alone")
+
+    with_service(tmp_path, test)
+
+
+def test_every_profile_that_shares_devices_says_that_a_service_does_not() -> None:
+    profiles = [get_profile(name) for name in PROFILES]
+    assert [one.name for one in profiles if bool(one.sharing) is not bool(one.simulated)] == []

@@ -25,6 +25,8 @@ PACK_GAIN = 0.05
 """What two jobs on the same devices must run more than one alone."""
 LEVELS = ("device", "node", "rack", "cluster")
 """From close to far."""
+LENT_IN_SIMULATIONS = "Idle devices are lent in simulations alone; a service lets jobs grow within their range."
+PACKED_IN_SIMULATIONS = "Two jobs share devices in simulations alone; a service runs this profile as gandiva."
 SETS_MAX = 16
 """Jobs that are tried one by one as the only one to move."""
 MOVED_MAX = 8
@@ -366,6 +368,7 @@ def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
         vain_max=4,
         round_s=round_s,
         sharing=LendAndPack(round_s, pack_gain),
+        simulated=LENT_IN_SIMULATIONS if pack_gain is None else f"{PACKED_IN_SIMULATIONS} {LENT_IN_SIMULATIONS}",
     )
 
 

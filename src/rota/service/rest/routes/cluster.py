@@ -183,6 +183,8 @@ def _warnings(app: AppState) -> list[str]:
         for node, jobs in removed_holders(app.loop.installation)
     ]
     found += [_replaced_text(one, now) for one in app.loop.installation.replaced if now - one.found_at < RECENT_S]
+    if (profile := app.loop.scheduler.profile).simulated:
+        found.append(f"profile {profile.name}: {profile.simulated}")
     if app.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if app.settings.host not in ("127.0.0.1", "localhost", "::1"):

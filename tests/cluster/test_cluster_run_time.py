@@ -9,7 +9,7 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, JobGone, JobHolds, JobSaved, Tick, apply
-from rota.cluster.core.jobs import Allocation, JobAsk, Wait
+from rota.cluster.core.jobs import Allocation, JobAsk, Wait, ask_of
 from rota.cluster.core.run_time import EVIDENCE, OVERDUE, expected, groups_of, times_of
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
@@ -114,6 +114,14 @@ def test_a_number_of_commits_that_is_none_is_refused(value: str) -> None:
         one for one in check(JobSpec(name="j", roles=(), labels=(("rota.steps", value),))) if "steps" in str(one)
     ]
     assert str(found).startswith(f"labels.rota.steps: {value!r} is not a whole number above 0; say how many")
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [("many", 0), ("-3", 0), ("1.5", 0), ("²", 0), ("9" * 5000, 0), ("40", 40)]
+)
+def test_a_log_with_a_number_of_commits_that_is_none_is_read(value: str, steps: int) -> None:
+    spec = JobSpec(name="j", roles=(), labels=(("rota.steps", value),))
+    assert ask_of(JobId("j-1"), spec, (), user="ada", queued_at=0.0).steps == steps
 
 
 def test_a_job_that_is_expected_to_be_over_in_time_passes_before_a_reservation() -> None:

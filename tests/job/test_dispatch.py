@@ -85,7 +85,7 @@ def test_what_each_item_gave_comes_in_order_or_as_mean_or_sum() -> None:
     assert of_items(found, Mean)["r"] == 2.0 and of_items(found, Mean)["x"].tolist() == [0.5, 0.5]
     assert of_items([1, 2, 4], Sum) == 7
     assert of_items([], Concat()) == []
-    with pytest.raises(BadInput, match="no mean or sum of no items"):
+    with pytest.raises(BadInput, match="needs at least one; send a batch"):
         of_items([], Sum)
 
 

@@ -320,7 +320,9 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
         lines = (("stdout", "step 7"), ("stderr", "opening /data"), ("stderr", "tool: no such file /data"))
         file.writelines(format_line(2.0, 1, 1, *line) for line in lines)
     failed = asyncio.run(body._failure(0, 3))
-    assert str(failed) == "rank 0 ended with exit status 3: tool: no such file /data"
+    assert str(failed) == "ended with exit status 3: tool: no such file /data", "its only rank is the instance"
+    body._setup = Setup(epoch=Epoch(1), world=2, restore=0, index=1)
+    assert str(asyncio.run(body._failure(0, 3))).startswith("rank 1 ended with exit status 3: ")
     found = failure_of(failed, at("main/0"), Epoch(1))
     assert found.reason is Reason.EXIT_NONZERO
     assert found.traceback == "opening /data\ntool: no such file /data"

@@ -20,10 +20,15 @@ LOGS = sorted(path for path in FOLDER.glob("*.json") if not path.stem.endswith("
 WORLDS, EVENTS = sorted(FOLDER.glob("*-world-*.json.gz")), sorted(FOLDER.glob("*-events.json"))
 
 
+RENAMED = {"doomed": "terminating", "barred": "excluded"}
+"""Fields of contexts in the recordings, and what they are called now; contexts of another version are never read."""
+
+
 def older_fields(found: Any, recorded: Any) -> Any:
     """What of ``found`` the recording knew: a newer version may have added fields anywhere."""
     if isinstance(found, dict) and isinstance(recorded, dict):
-        return {name: older_fields(found[name], recorded[name]) for name in recorded}
+        now = {name: name if name in found else RENAMED.get(name, name) for name in recorded}
+        return {name: older_fields(found[now[name]], recorded[name]) for name in recorded}
     if isinstance(found, list) and isinstance(recorded, list) and len(found) == len(recorded):
         return [older_fields(one, old) for one, old in zip(found, recorded, strict=True)]
     return found

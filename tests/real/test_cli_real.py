@@ -125,6 +125,24 @@ def test_run_follows_on_a_terminal_and_ctrl_c_detaches_while_the_job_goes_on(ins
     assert shown["state"] == "SUCCEEDED"
 
 
+def test_a_script_that_raises_at_the_same_line_is_tried_three_times_whatever_its_window(
+    installation: Installation,
+) -> None:
+    """The window forgets each failure before the next one, so it would be tried for ever."""
+    bug = f"import os\nimport time\n\ntime.sleep(1.1)\nprint('a try of', os.getpid(), flush=True)\n{'raise ValueError'}"
+    (installation.folder / "bug.py").write_text(f"{bug}(f'no column {{os.getpid()}}')\n")
+    job = "name: typo\nretry: 4\nroles:\n  main: {run: python bug.py, fail: {limit: 3/1s}}\n"
+    (installation.folder / "job.yaml").write_text(job)
+    ran = installation.rota("run", "-w", "job.yaml")
+    ended = "gave up after 3 tries: the same ValueError at bug.py:6 each time"
+    assert ran.returncode == 1 and ended in ran.stderr and "healed" not in ran.stderr, ran.stderr
+    assert installation.rota("logs", "typo-1").stdout.count("a try of") == 3
+    failures = json.loads(installation.rota("failures", "typo-1", "--json").stdout)
+    assert [one["healed"] for one in failures["items"]] == [False, False]
+    assert failures["end"]["text"] == ended and 'bug.py", line 6' in failures["end"]["traceback"]
+    assert json.loads(installation.rota("alerts", "--json").stdout)["items"] == []
+
+
 @deep
 def test_ctrl_c_ends_what_follows_and_the_service_in_the_foreground(installation: Installation) -> None:
     service = OnTerminal(installation, "up", "--foreground", "--pretend", "1x1x2")

@@ -246,13 +246,13 @@ def test_an_exception_in_one_rank_is_the_reported_error_and_limit_k_is_k_plus_1_
 def test_exit_status_and_signal_are_reasons(engine) -> None:
     async def exits(run: Run) -> None:
         ended = await run.end()
-        told = "rank 0 ended with exit status 7: no such data"
+        told = "ended with exit status 7: no such data"
         assert (ended.reason, ended.text) == (Reason.EXIT_NONZERO, told), run.story()
         assert ended.traceback == "opening\nno such data", "its own words, and nothing of Rota's"
 
     async def signalled(run: Run) -> None:
         ended = await run.end()
-        assert (ended.reason, ended.text) == (Reason.SIGNALLED, "rank 0 was ended by SIGABRT"), run.story()
+        assert (ended.reason, ended.text) == (Reason.SIGNALLED, "was ended by SIGABRT"), run.story()
 
     once = Fail(limit_n=0, then=("job",))
     run_job(engine, job(command("echo opening >&2; echo no such data >&2; exit 7", fail=once)), exits)

@@ -102,6 +102,10 @@ def test_an_open_recovery_names_its_cause_and_not_the_first_report(tmp_path: Pat
         await service.seen(service.as_master("duo-1", recovery(1, Level.ROLE, cause)))
         failures = await service.get("/jobs/duo-1/failures")
         assert failures["first"]["instance"] == failures["items"][0]["instance"] == "main/1"
+        assert (await service.get("/jobs/duo-1/why"))["cause"]["instance"] == "main/1"
+        await service.seen(service.as_master("duo-1", failed(0, Reason.USER_ERROR, "ValueError: bad")))
+        assert (await service.get("/jobs/duo-1/failures"))["first"]["instance"] == "main/0"
+        assert (await service.get("/jobs/duo-1/why"))["cause"] is None, "no recovery is open any more"
 
     with_service(tmp_path, test)
 

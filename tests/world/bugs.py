@@ -120,10 +120,10 @@ def started_beside_the_old_one(patch: Patch) -> None:
     real = desired._start
 
     def start(ctx: JobContext) -> JobContext:
-        doomed = {one.id: one.doomed for one in ctx.instances.values()}
-        bare = ctx.with_instances([replace(one, doomed=()) for one in ctx.instances.values()])
+        terminating = {one.id: one.terminating for one in ctx.instances.values()}
+        bare = ctx.with_instances([replace(one, terminating=()) for one in ctx.instances.values()])
         moved = real(bare)
-        return moved.with_instances([replace(one, doomed=doomed[one.id]) for one in moved.instances.values()])
+        return moved.with_instances([replace(one, terminating=terminating[one.id]) for one in moved.instances.values()])
 
     patch.setattr(desired, "_start", start)
 

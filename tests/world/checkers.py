@@ -242,7 +242,7 @@ class Checkers:
             works = one.state in (InstanceState.STALE, InstanceState.READY) and not one.ended
             if works and one.process is not None and (one.id, one.process.epoch) not in found:
                 raise Violation(f"{after.job}: {one.id} is {one.state}, and no process of it was found")
-        known = {(one.id, epoch) for one in after.instances.values() for epoch in one.doomed}
+        known = {(one.id, epoch) for one in after.instances.values() for epoch in one.terminating}
         known |= {(one.id, one.process.epoch) for one in after.instances.values() if one.process is not None}
         if found - known:
             raise Violation(f"{after.job}: {sorted(map(str, found - known))} were found, and are left alone")

@@ -67,7 +67,7 @@ def test_who_is_on_a_drained_node_moves_at_the_next_commit_and_the_others_keep_t
     assert (homes(driven), driven.ctx.state) == ({"w/0": "h2", "w/1": "h1", "loop/0": "h1"}, JobState.RUNNING)
     (move,) = moved(driven)
     assert (move.level, move.reason, move.restore) == (Level.NODE, Reason.MIGRATED_DRAIN, 1)
-    assert driven.ctx.charges == () and driven.ctx.instances[at("w/0")].barred == ()
+    assert driven.ctx.charges == () and driven.ctx.instances[at("w/0")].excluded == ()
     assert driven.ctx.instances[at("w/1")].process == before[at("w/1")].process
     assert rewritten(driven) == driven.ctx
 
@@ -230,6 +230,6 @@ def test_who_has_not_started_yet_keeps_its_place_when_the_one_held_for_its_move_
     driven.feed(MoveAsked(node=NodeId("h0"), due_at=None))
     driven.feed(GangReserveFailed(gang=held.id, epoch=held.epoch, reason=Reason.GANG_TIMEOUT))
     driven.settle()
-    assert {one.id: one.barred for one in driven.ctx.instances.values() if one.barred} == {}
+    assert {one.id: one.excluded for one in driven.ctx.instances.values() if one.excluded} == {}
     assert set(homes(driven).values()) == {"h0"} and driven.ctx.state is JobState.RUNNING
     assert rewritten(driven) == driven.ctx

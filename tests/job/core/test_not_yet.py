@@ -67,7 +67,7 @@ def test_a_drained_node_waits_for_another_place_and_then_for_a_boundary(driven):
     driven.run(spec(service("w", 2), loop()), "h0", "h1", "h1")
     driven.feed(MoveAsked(node=NodeId("h0"), due_at=1e6))
     driven.settle()
-    assert why(driven) == "there is no other place for w/0, whose node is drained"
+    assert why(driven) == "no other node has room for w/0, whose node is drained"
     driven.free = ["h2"]
     driven.settle()
     assert why(driven) == "the instances on h0, which is drained, leave at a commit or checkpoint"

@@ -138,6 +138,22 @@ def test_an_exit_status_counts_unless_it_stands_for_a_signal(driven, status, cou
         assert driven.records[-1].event.text.startswith(f"gave up after 3 tries: the same exit status {status} at")
 
 
+@pytest.mark.parametrize(
+    ("text", "trace"),
+    [
+        ("died at its start: its process is gone", ""),
+        ("RaySystemError: no answer", 'File "/x/site-packages/ray/worker.py", line 9, in get'),
+    ],
+)
+def test_a_start_that_the_engine_did_not_carry_out_never_counts(driven, text, trace):
+    driven.run(spec(service("w", fail=fail(limit_n=30))))
+    reason = Reason.USER_ERROR if trace else Reason.EXIT_NONZERO
+    for _ in range(5):
+        driven.feed(replace(error(driven, "w/0", text, reason=reason), traceback=trace))
+        driven.settle()
+    assert driven.ctx.repeats == () and not driven.ctx.state.terminal
+
+
 def test_errors_of_a_lost_peer_never_count(driven):
     driven.run(spec(service("w", fail=fail(limit_n=30))))
     for _ in range(5):

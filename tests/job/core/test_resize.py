@@ -189,7 +189,7 @@ def test_a_member_that_came_later_waits_a_minute_after_the_last_change(driven):
     assert active(driven, "train") == [0]
     driven.feed(CheckpointSaved(n=0, path="c"), after_s=60.0)
     driven.settle()
-    assert active(driven, "train") == [0], "its node is barred, and there is no other"
+    assert active(driven, "train") == [0], "its node is excluded, and there is no other"
     driven.free = ["h2"]
     driven.settle()
     driven.feed(CheckpointSaved(n=0, path="c"), after_s=1.0)
@@ -363,7 +363,7 @@ def test_a_move_for_which_one_of_its_members_waits_no_more_is_asked_anew_for_the
     driven.settle()
     (asked,) = driven.ctx.asks
     assert {str(one) for one in asked.everybody} == {"w/0", "log/0"}
-    driven.ctx = sized(driven.ctx.with_instances([replace(driven.ctx.instances[at("log/0")], barred=())]))
+    driven.ctx = sized(driven.ctx.with_instances([replace(driven.ctx.instances[at("log/0")], excluded=())]))
     left = {ask.gang: (ask.state, {str(one) for one in ask.everybody}) for ask in driven.ctx.asks}
     assert left.pop(asked.gang) == ("dropped", {"w/0", "log/0"})
     assert list(left.values()) == [("wanted", {"w/0"})]

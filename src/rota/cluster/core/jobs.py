@@ -263,12 +263,18 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
 
 STEPS_LABEL = "rota.steps"
 """Job label: how many commits the job makes until its end."""
+STEPS_DIGITS_MAX = 32
 DATA_LABEL = "rota.data"
 """Job label: the data sets that the job reads, with commas between them."""
 CELL_LABEL = "rota.cell"
 """Job label: the pinned cell of its queue in which the job runs."""
 LAZY_LABEL = "rota.lazy"
 """Job label: ``true`` where the job gives its cells up for its queue without a stop, and runs on as opportunistic."""
+
+
+def _steps(label: str) -> int:
+    """The number of commits; 0 (unknown) for a label that a submit refuses today and an older log may have."""
+    return int(label) if label.isascii() and label.isdecimal() and len(label) <= STEPS_DIGITS_MAX else 0
 
 
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
@@ -282,7 +288,7 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
         priority=spec.priority,
         queued_at=queued_at,
         est_s=spec.time_limit_s,
-        steps=int(labels.get(STEPS_LABEL, "0")),
+        steps=_steps(labels.get(STEPS_LABEL, "")),
         grace_s=spec.grace_s,
         preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
         pinned=labels.get(CELL_LABEL, ""),

@@ -191,7 +191,7 @@ def _weights_end(path: rules.Path, name: str, side: str, gives: bool, takes: boo
 def _contradictions(spec: JobSpec, graph: Graph) -> Iterator[Finding]:
     """Instances that must share a cell over some lines and must not by another; one problem a pair of lines."""
     together = list(ties(spec, graph))
-    told: set[tuple[str, ...]] = set()
+    reported: set[tuple[str, ...]] = set()
     for apart in separations(spec, graph):
         inner = [tie for tie in together if CELL_LEVELS.index(tie.level) <= CELL_LEVELS.index(apart.level)]
         merged: Merged[InstanceId] = Merged()
@@ -201,8 +201,8 @@ def _contradictions(spec: JobSpec, graph: Graph) -> Iterator[Finding]:
             continue
         chain = tuple(dict.fromkeys(rules.dotted(tie.line) for tie in _path(inner, apart.left, apart.right)))
         line = rules.dotted(apart.line)
-        if (line, *chain) not in told:
-            told.add((line, *chain))
+        if (line, *chain) not in reported:
+            reported.add((line, *chain))
             yield Finding(
                 path=apart.line,
                 message=f"keeps {apart.left} and {apart.right} on different {apart.level}s, but"

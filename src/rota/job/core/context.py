@@ -17,7 +17,7 @@ from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
-CONTEXT_VERSION = 8
+CONTEXT_VERSION = 9
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
@@ -114,9 +114,9 @@ class InstanceRecord:
     """What the master knows of one instance.
 
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
-    ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
+    ``terminating`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
     asked to run. ``ended``: it returned with success under this epoch. ``retired``: the job continues without it.
-    ``spare``: on standby, or starting in the background. ``barred`` are nodes that
+    ``spare``: on standby, or starting in the background. ``excluded`` are nodes that
     it may not start on again, until it has another place. ``restored`` is the commit it came up with.
     """
 
@@ -124,13 +124,13 @@ class InstanceRecord:
     state: InstanceState = InstanceState.PLANNED
     epoch: Epoch = NO_EPOCH
     process: Process | None = None
-    doomed: tuple[Epoch, ...] = ()
+    terminating: tuple[Epoch, ...] = ()
     restored: int = 0
     running: bool = False
     ended: bool = False
     retired: bool = False
     spare: bool = False
-    barred: tuple[NodeId, ...] = ()
+    excluded: tuple[NodeId, ...] = ()
     restarts: int = 0
     error: Loss | None = None
 
@@ -358,14 +358,14 @@ class JobContext:
 
     @property
     def plan(self) -> Graph:
-        """The graph of the job. There is one from JobSubmitted on."""
+        """The graph of the job, known from JobSubmitted on."""
         assert self.graph is not None, f"{self.job} has no spec yet"
         return self.graph
 
     @property
     def released(self) -> bool:
         """True when no reservation is held and no process is left that must go."""
-        return not self.gangs and not any(one.doomed for one in self.instances.values())
+        return not self.gangs and not any(one.terminating for one in self.instances.values())
 
     @property
     def shares_tensors(self) -> bool:

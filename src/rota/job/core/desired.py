@@ -215,8 +215,8 @@ def _of_gangs(ctx: JobContext) -> Iterator[Command]:
 def _of_instances(ctx: JobContext) -> Iterator[Command]:
     gangs = reserved(ctx)
     for one in ctx.instances.values():
-        for doomed in one.doomed:
-            yield StopInstance(instance=one.id, started_epoch=doomed, grace_s=shutdown.grace_s(ctx, one))
+        for epoch in one.terminating:
+            yield StopInstance(instance=one.id, started_epoch=epoch, grace_s=shutdown.grace_s(ctx, one))
         if one.process is not None and (command := _of_instance(ctx, one, one.process.epoch, gangs)):
             yield command
 
@@ -289,9 +289,9 @@ def _start(ctx: JobContext) -> JobContext:
     ready_roles: dict[RoleName, bool] = {}
 
     def may_start(one: InstanceRecord) -> bool:
-        if one.state is not InstanceState.PLANNED or one.doomed or one.id in held or ctx.rollback_to is not None:
+        if one.state is not InstanceState.PLANNED or one.terminating or one.id in held or ctx.rollback_to is not None:
             return False
-        if one.barred or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
+        if one.excluded or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
             return False
         if waits_for_answers(ctx, one.id.role):
             return False
@@ -374,16 +374,18 @@ def _on_the_way(ctx: JobContext) -> JobState:
 
 def _wind_down(ctx: JobContext) -> JobContext:
     """First every process goes, then every reservation; then the end can be recorded."""
-    going = [_doom(one) for one in ctx.instances.values() if one.process or not one.state.terminal]
+    going = [_terminate(one) for one in ctx.instances.values() if one.process or not one.state.terminal]
     if going:
         ctx = ctx.with_instances(going)
-    if any(one.doomed for one in ctx.instances.values()):
+    if any(one.terminating for one in ctx.instances.values()):
         return ctx
     gangs = tuple(moved(gang, GangState.RELEASING) for gang in ctx.gangs)
     return replace(ctx, gangs=gangs, asks=(), open_failover=None, losses=())
 
 
-def _doom(one: InstanceRecord) -> InstanceRecord:
+def _terminate(one: InstanceRecord) -> InstanceRecord:
     """Its processes must go; a start that is still under way is superseded by the stop."""
-    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return moved(one, InstanceState.STOPPING if doomed else InstanceState.GONE, process=None, doomed=doomed)
+    terminating = (*one.terminating, one.process.epoch) if one.process else one.terminating
+    return moved(
+        one, InstanceState.STOPPING if terminating else InstanceState.GONE, process=None, terminating=terminating
+    )

@@ -528,25 +528,25 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         leave = set(lost)  # as logs say it that do not list who leaves
 
     stays = event.move_reason is Reason.NO_NODE
-    barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
+    excluded = {} if stays else {one.id: one.excluded for one in ctx.instances.values() if one.excluded}
     movers = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
     if (event.level is Level.NODE and not movers) or leave:
         # Who was lost elsewhere, by its peer's end, says nothing of its own node.
         own = {loss.node for loss in ctx.losses if loss.instance in leave or loss.reason in OF_THE_NODE}
         bad = own | {failover.cause.node}
-        homes = {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
-        barred |= {one: (node,) for one, node in homes.items() if node in bad}
+        homes = {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].excluded}
+        excluded |= {one: (node,) for one, node in homes.items() if node in bad}
 
     def changed(member: InstanceId) -> InstanceRecord:
         one = ctx.instances[member]
         if member in leave:
-            return leaving(one, failover.epoch, barred=barred.get(member, ()))
+            return leaving(one, failover.epoch, excluded=excluded.get(member, ()))
         if member in join:
             return replace(_re_form(one, failover.epoch), spare=False)
         if member not in fresh:
-            return replace(_re_form(one, failover.epoch), barred=barred.get(member, ()))
+            return replace(_re_form(one, failover.epoch), excluded=excluded.get(member, ()))
         new = _replace(one, failover.epoch, lost=member in away)
-        return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
+        return replace(new, spare=one.spare or _in_background(ctx, member, lost), excluded=excluded.get(member, ()))
 
     # Without another node no instance waits for one: who is not replaced now comes up again where it was, too.
     back = [one for one in unplaced(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
@@ -554,7 +554,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         moved(ask, AskState.GRANTED) if ask.state is AskState.HELD and frozenset(ask.everybody) == movers else ask
         for ask in ctx.asks
     )
-    instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]
+    instances = [*(changed(member) for member in failover.scope), *(replace(one, excluded=()) for one in back)]
     return replace(
         ctx.with_instances(instances).with_placement(ctx.placement, asks),
         open_failover=failover.number,

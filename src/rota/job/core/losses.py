@@ -62,9 +62,9 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
 
 def stopped(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     """A process that had to go is gone."""
-    if epoch not in one.doomed:
+    if epoch not in one.terminating:
         return one
-    return replace(one, doomed=tuple(doomed for doomed in one.doomed if doomed != epoch))
+    return replace(one, terminating=tuple(other for other in one.terminating if other != epoch))
 
 
 def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
@@ -205,8 +205,8 @@ def _with_failover(ctx: JobContext, **changes: float | bool) -> JobContext:
 def _with_unexpected(one: InstanceRecord, alive: set[Epoch]) -> InstanceRecord:
     """Add processes that exist though the log does not want them to those that must go."""
     own = {one.process.epoch} if one.process else set[Epoch]()
-    extra = sorted(alive - own - set(one.doomed))
-    return replace(one, doomed=(*one.doomed, *extra)) if extra else one
+    extra = sorted(alive - own - set(one.terminating))
+    return replace(one, terminating=(*one.terminating, *extra)) if extra else one
 
 
 def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[HeldGang]:

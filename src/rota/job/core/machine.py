@@ -313,9 +313,9 @@ def _started(one: InstanceRecord, event: InstanceStarted) -> InstanceRecord:
             epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time, address=event.address
         )
         return moved(one, InstanceState.STALE, process=process)
-    if event.epoch in one.doomed:
+    if event.epoch in one.terminating:
         return one
-    return replace(one, doomed=(*one.doomed, event.epoch))
+    return replace(one, terminating=(*one.terminating, event.epoch))
 
 
 def _ready(one: InstanceRecord, event: InstanceReady) -> InstanceRecord:

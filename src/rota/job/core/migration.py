@@ -74,7 +74,7 @@ def wanted_move(ctx: JobContext) -> FailoverStarted | NotYet:
     place, there = held(ctx), departing(ctx)
     if place is None or ctx.state is not JobState.RUNNING:
         names = ", ".join(str(one.id) for one in there[:NAMED_MAX])
-        return NotYet(f"there is no other place for {names}, whose node is drained" if there else "")
+        return NotYet(f"no other node has room for {names}, whose node is drained" if there else "")
     bounded = ctx.plan.loop is not None or any(role.run is not None for role in ctx.roles)
     if bounded and not ctx.boundary:
         return NotYet(f"the instances on {place.leaves}, which is drained, leave at a commit or checkpoint")

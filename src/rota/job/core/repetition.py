@@ -59,10 +59,17 @@ def is_secondary(loss: Loss) -> bool:
 
 
 def is_own_error(loss: Loss) -> bool:
-    """True for an error that a further try of the same code may well end with again."""
-    found = _STATUS.search(loss.text)
-    signalled = found is not None and int(found[1]) in _SIGNAL_STATUS
-    return loss.reason in OWN_ERRORS and not signalled and not is_secondary(loss)
+    """True for an error that a further try of the same code may well end with again.
+
+    An exit has a status, and an exception whose frames are known has one in code of the job: a process that ended while
+    it was started, and an error of the engine, say nothing about that code.
+    """
+    if loss.reason not in OWN_ERRORS or is_secondary(loss):
+        return False
+    if loss.reason is Reason.EXIT_NONZERO:
+        found = _STATUS.search(loss.text)
+        return found is not None and int(found[1]) not in _SIGNAL_STATUS
+    return not _FRAME.search(loss.traceback) or bool(place_of(loss.traceback))
 
 
 def healed_after_s(cause: Loss) -> float:

@@ -101,7 +101,7 @@ def waits_for_answers(ctx: JobContext, role: RoleName) -> bool:
 
 def unplaced(ctx: JobContext) -> tuple[InstanceRecord, ...]:
     """Members that are waited for and may not start where they were, or whose place was given back."""
-    return tuple(one for one in ctx.instances.values() if not one.retired and (one.barred or not has_place(ctx, one)))
+    return tuple(one for one in ctx.instances.values() if not one.retired and (one.excluded or not has_place(ctx, one)))
 
 
 def departing(ctx: JobContext) -> tuple[InstanceRecord, ...]:
@@ -212,7 +212,7 @@ def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
     ctx = _without_grant(ctx, gang)
     for members, bundle in zip(ask.members, granted):
         those = [ctx.instances[member] for member in members if ctx.instances[member].process is None]
-        waiting = [one for one in those if one.retired or one.barred or not has_place(ctx, one)]
+        waiting = [one for one in those if one.retired or one.excluded or not has_place(ctx, one)]
         for one in waiting:  # one after the other: the last of a world is not given up
             ctx = ctx.with_instances([_refused(ctx, one, (*ask.avoid, bundle.node))])
     return ctx
@@ -227,7 +227,7 @@ def _refused(ctx: JobContext, one: InstanceRecord, avoid: tuple[NodeId, ...]) ->
     others = len(ctx.active_of(role.name)) - 1
     if one.retired or one.spare or (is_world(role) and others and world_of(role, others) == others):
         return moved(one, InstanceState.GONE, retired=True, spare=False)
-    return replace(one, barred=tuple(dict.fromkeys(avoid)))
+    return replace(one, excluded=tuple(dict.fromkeys(avoid)))
 
 
 def released(ctx: JobContext, gang: GangId) -> JobContext:
@@ -277,17 +277,17 @@ def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
     return ctx.with_instances(changed) if changed else ctx
 
 
-def leaving(one: InstanceRecord, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> InstanceRecord:
+def leaving(one: InstanceRecord, epoch: Epoch, *, excluded: tuple[NodeId, ...] = ()) -> InstanceRecord:
     """The job continues without it: its process is stopped and none is started."""
     return replace(
-        without_process(one, InstanceState.GONE, epoch), retired=True, spare=False, barred=barred or one.barred
+        without_process(one, InstanceState.GONE, epoch), retired=True, spare=False, excluded=excluded or one.excluded
     )
 
 
 def _coming(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
     if not one.retired:
-        return replace(one, barred=())
-    return moved(one, InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
+        return replace(one, excluded=())
+    return moved(one, InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, excluded=(), ended=False)
 
 
 def without(ctx: JobContext, gang: GangId) -> JobContext | None:
@@ -411,9 +411,9 @@ def _asked(ctx: JobContext, role: RoleSpec) -> JobContext:
     for ask in joining[max(0, lacks) :]:
         ctx = _with_ask(ctx, ask.gang, ask.state, AskState.DROPPED)
     busy = {member for ask in ctx.asks for member in ask.everybody}
-    free = [one for one in members if one.retired and one.id not in busy and not one.doomed]
+    free = [one for one in members if one.retired and one.id not in busy and not one.terminating]
     for one in free[: max(0, lacks - len(joining))]:
-        home = one.id.rank < role.gang_size and not one.barred
+        home = one.id.rank < role.gang_size and not one.excluded
         ctx = _back(ctx, one) if home else _with_new_ask(ctx, [one.id], f"{role.name}-{one.id.rank}")
     return ctx
 
@@ -452,14 +452,14 @@ def _with_new_ask(
     assert ctx.spec is not None
     epoch = Epoch(ctx.epoch_max + 1)
     gang = GangId(f"{name}-{epoch}")
-    barred = [ctx.instances[one] for one in members if ctx.instances[one].barred]
+    excluded = [ctx.instances[one] for one in members if ctx.instances[one].excluded]
     ask = GangDemand(
         gang=gang,
         epoch=epoch,
         members=tuple(bundle.members for bundle in request_of(ctx.spec, gang, members).bundles),
-        avoid=tuple(dict.fromkeys(node for one in barred for node in one.barred)),
+        avoid=tuple(dict.fromkeys(node for one in excluded for node in one.excluded)),
         apart=nodes_apart(ctx.spec, ctx.plan, members, _homes(ctx)),
-        lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in barred),
+        lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in excluded),
         at_s=ctx.at_s,
         leaves=leaves_node,
     )
@@ -468,13 +468,13 @@ def _with_new_ask(
 
 def _homes(ctx: JobContext) -> dict[InstanceId, NodeId]:
     """Where the members are that have a place and keep it."""
-    present = (one for one in ctx.instances.values() if not one.retired and not one.barred)
+    present = (one for one in ctx.instances.values() if not one.retired and not one.excluded)
     return {one.id: ctx.bundle(one.id)[1].node for one in present if has_place(ctx, one)}
 
 
 def abandoned(ctx: JobContext) -> frozenset[GangId]:
     """Reservations that exist, though no instance has its place there any more."""
-    if not ctx.asks and not any(one.barred for one in ctx.instances.values()):
+    if not ctx.asks and not any(one.excluded for one in ctx.instances.values()):
         return frozenset()
     used = places(ctx)
     return frozenset(gang.id for gang in ctx.gangs if gang.state is GangState.RESERVED and gang.id not in used)
@@ -485,7 +485,7 @@ def places(ctx: JobContext) -> frozenset[GangId]:
     used = {
         ctx.bound[one.id][0]
         for one in ctx.instances.values()
-        if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
+        if one.id in ctx.bound and not (one.retired and (one.excluded or one.id.rank >= _base(ctx, one)))
     }
     used |= {ask.gang for ask in ctx.asks if _is_held(ctx, ask)}
     return frozenset(used) - _in_the_way(ctx)
@@ -497,9 +497,9 @@ def _in_the_way(ctx: JobContext) -> frozenset[GangId]:
     The engine holds what was left as long as the reservation, also when that machine is back: the only room, perhaps,
     for those who are lost now.
     """
-    barred = [one for one in ctx.instances.values() if one.id in ctx.bound and one.barred and not one.retired]
-    reported = (one for one in barred if one.error is not None and one.error.reason is Reason.NODE_LOST)
-    lost = {ctx.bundle(one.id)[1].node for one in reported if ctx.bundle(one.id)[1].node in one.barred}
+    excluded = [one for one in ctx.instances.values() if one.id in ctx.bound and one.excluded and not one.retired]
+    reported = (one for one in excluded if one.error is not None and one.error.reason is Reason.NODE_LOST)
+    lost = {ctx.bundle(one.id)[1].node for one in reported if ctx.bundle(one.id)[1].node in one.excluded}
     taken: dict[GangId, list[BundleGrant]] = {}
     for one in ctx.instances.values():
         if one.id in ctx.bound and not one.retired:
@@ -518,7 +518,7 @@ def _in_the_way(ctx: JobContext) -> frozenset[GangId]:
 def _unused(ctx: JobContext) -> JobContext:
     """What is abandoned is given back once every process that has to go is gone."""
     gone = abandoned(ctx)
-    if not gone or any(one.doomed for one in ctx.instances.values()):
+    if not gone or any(one.terminating for one in ctx.instances.values()):
         return ctx
     return replace(ctx, gangs=tuple(moved(one, GangState.RELEASING) if one.id in gone else one for one in ctx.gangs))
 

@@ -140,5 +140,5 @@ def moved(thing: Thing, to: State, /, **changes: object) -> Thing:
 
 def without_process(one: InstanceRecord, to: InstanceState, epoch: Epoch) -> InstanceRecord:
     """``one`` in ``to`` under ``epoch``; the process that it had must be gone before the next one starts."""
-    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return moved(one, to, epoch=epoch, process=None, doomed=doomed, running=False)
+    terminating = (*one.terminating, one.process.epoch) if one.process else one.terminating
+    return moved(one, to, epoch=epoch, process=None, terminating=terminating, running=False)

@@ -220,8 +220,8 @@ class Flow:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         number, shown = _commit_arguments(given, n, metrics, named)
         if any(role.fail.nan == "rollback" for role in self._config.spec.roles) and (bad := bad_losses(shown)):
-            told = ", ".join(f"{name}={shown[name]}" for name in bad)
-            raise BadLoss(f"commit {self.committed + 1} is refused: {told}; the job goes back to {self.committed}")
+            values = ", ".join(f"{name}={shown[name]}" for name in bad)
+            raise BadLoss(f"commit {self.committed + 1} is refused: {values}; the job goes back to {self.committed}")
         if self._pending is not None:
             if not self._pending.done():
                 raise BadInput("the commit before is still under way: await it")
@@ -314,7 +314,7 @@ class Flow:
         self._config.rpc.update(table)
         await self._pace(n)
         self.pumps.committed(n, taken)
-        if payload.HELD.let_go:
+        if payload.HELD.released:
             await asyncio.to_thread(payload.HELD.give_back, self.plane)
         if saved is not None:
             self._cadence.saved(self._config.clock.monotonic_s(), took_s)
@@ -396,7 +396,7 @@ class Flow:
         }
         answer: CommitDone | CommitRefused | CommitAgain
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
-        while True:
+        while True:  # without a master for FENCE_EXIT_S this process ends itself
             try:
                 with self._config.marks.waiting.on("master", "commit", str(n)):
                     answer = await self._config.launcher.call(master_handle(self._config.place.job), call)

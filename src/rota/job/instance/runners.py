@@ -315,7 +315,7 @@ async def meet(config: InstanceConfig, setup: Setup, address: str) -> str:
         "address": address,
     }
     call = Call(method="meet", kwargs=kwargs, timeout_s=MEET_MAX_S)
-    while True:
+    while True:  # without a master for FENCE_EXIT_S this process ends itself
         try:
             with config.marks.waiting.on("master", "meeting", f"epoch {setup.epoch}"):
                 found: str | None = await config.launcher.call(master_handle(config.place.job), call)

@@ -254,15 +254,18 @@ class CommandRunner:
     async def _failure(self, local_rank: int, status: int) -> CommandFailed:
         assert self._setup is not None
         rank = self._setup.index * self._command.local + local_rank
-        first = first_error(self._files)
-        if first is not None:
-            return CommandFailed(first[0], reason=_user_reason(first[0]), traceback_text=first[1])
+        # The only rank of a world is the instance, which may have another number in its role.
+        alone = self._setup.world * self._command.local == 1
+        who = "" if alone else f"rank {rank} "
+        if (first := first_error(self._files)) is not None:
+            text = first[0].partition(": ")[2] if alone else first[0]
+            return CommandFailed(text, reason=_user_reason(text), traceback_text=first[1])
         if status == -signal.SIGKILL:
-            return CommandFailed(f"rank {rank} was ended by SIGKILL", reason=Reason.SIGNALLED)
+            return CommandFailed(f"{who}was ended by SIGKILL", reason=Reason.SIGNALLED)
         how = f"was ended by {process.signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
         words = await last_words(self._config, self._log_from)
         return CommandFailed(
-            ": ".join((f"rank {rank} {how}", *words[-1:])),
+            ": ".join((f"{who}{how}", *words[-1:])),
             reason=Reason.SIGNALLED if status < 0 else _user_reason(*words[-1:], other=Reason.EXIT_NONZERO),
             traceback_text="\n".join(words),
         )

@@ -301,7 +301,7 @@ class Executor:
 
     async def _save(self, command: SaveCommit, ctx: JobContext) -> JobEvent:
         """Every part is written by a process of the host whose memory has it. Raises what is tried again."""
-        assert ctx.spec is not None, "there is no commit without a spec"
+        assert ctx.spec is not None, "only a job with a spec commits"
         began_s = self.clock.monotonic_s()
         folder = str(folder_of(Path(checkpoint_dir(ctx.spec, self.place)), command.n, ctx.loop_epoch))
         await asyncio.gather(*(self._save_part(part, command.n, folder) for part in command.parts))

@@ -385,6 +385,8 @@ class RpcClient:
     async def _until_answered(
         self, role: RoleSpec, rank: int, sending: _Sending, peer: Peer | None, lost: Lost | None
     ) -> object:
+        # Ends with the deadline of the operation, or when the loop's epoch is over; a lost operation that may not be
+        # repeated raises in ``_after_loss``.
         while True:
             if peer is not None and lost is not None:
                 await self._after_loss(peer, sending, lost)
@@ -395,7 +397,7 @@ class RpcClient:
             lost = found
 
     async def _item_call(self, role: RoleSpec, sending: _Sending) -> object:
-        while True:
+        while True:  # as long as ``_until_answered``
             peer = await self._ready(role, lambda: self._free(role, sending.op), sending)
             found = await self._attempt_item(peer, sending)
             if not isinstance(found, Lost):
@@ -431,7 +433,7 @@ class RpcClient:
         answered, size = False, sending.size
         broken, (pause_s, pause_max_s) = "", RECONNECT_S
         try:
-            while True:
+            while True:  # as long as the process lives and the deadline is not over
                 try:
                     found = await self._launcher.call(route.handle, request.to_call(self._left(sending.deadline_s)))
                     break

@@ -117,7 +117,7 @@ def of_items(results: list[object], rule: Receive) -> object:
     """What ``send=Each`` gives: the results in the order of the items, or their mean or sum."""
     match rule:
         case MeanRule() | SumRule() if not results:
-            raise BadInput("there is no mean or sum of no items")
+            raise BadInput("no items to reduce: a mean or sum needs at least one; send a batch that is not empty")
         case MeanRule():
             return weighted_sum(results, [1 / len(results)] * len(results))
         case SumRule():

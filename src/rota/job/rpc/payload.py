@@ -39,7 +39,7 @@ REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
 BYTES_MIN = 65_536
 """Its default; fewer bytes are faster in the answer than behind a name."""
 UNPICKLABLE_DEPTH_MAX = 20
-LET_GO_MAX = 1_000_000
+RELEASED_MAX = 1_000_000
 """Names that wait to be given back; beyond it the oldest stay until the loop is entered again, or the job ends."""
 
 
@@ -67,7 +67,7 @@ class Holdings:
     """True in the process of the loop: a name that it lets go is given back."""
     arrived: bool = False
     """A Ref has come into this process: from then on arguments are looked through."""
-    let_go: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=LET_GO_MAX))
+    released: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=RELEASED_MAX))
     """Each with the tensor server of the machine that made it."""
     _alive: weakref.WeakValueDictionary[str, _Name] = field(default_factory=weakref.WeakValueDictionary)
     _lock: AbstractContextManager[bool] = field(default_factory=threading.RLock)
@@ -83,16 +83,16 @@ class Holdings:
         held = self._alive.get(name)
         if held is None:
             held = self._alive[name] = _Name()
-            weakref.finalize(held, self.let_go.append, (name, store)).atexit = False
+            weakref.finalize(held, self.released.append, (name, store)).atexit = False
         return held
 
     def give_back(self, plane: Plane) -> None:
         """Delete what no Ref holds any more, on all machines that have it."""
-        gone = [self.let_go.popleft() for _ in range(len(self.let_go))]
+        gone = [self.released.popleft() for _ in range(len(self.released))]
         try:
             transport.delete(plane, [(name, store) for name, store in gone if name not in self._alive])
         except BaseException:  # for the next time
-            self.let_go.extend(gone)
+            self.released.extend(gone)
             raise
 
 

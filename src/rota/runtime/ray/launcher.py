@@ -154,7 +154,7 @@ class RayLauncher:
         """See Launcher."""
         group = await self._blocking(lambda: self._groups.find(spec.reservation))
         if group is None:
-            raise ProcessGone(f"{spec.name}: there is no reservation {spec.reservation}", started=False)
+            raise ProcessGone(f"{spec.name}: the engine lost reservation {spec.reservation}", started=False)
         attempt = spec.env.get("ROTA_ATTEMPT", "1")
         boot = Boot(
             name=spec.name,
@@ -435,7 +435,7 @@ class RayLauncher:
         if name not in self._actors:
             actor = await self._blocking(lambda: _find_actor(name, self.namespace))
             if actor is None:
-                raise ProcessGone(f"there is no process {name}", started=False)
+                raise ProcessGone(f"{name} was not found on the engine: it ended, or never started", started=False)
             self._actors[name] = actor
         return self._actors[name]
 

@@ -104,7 +104,7 @@ class Checker:
             return arrived / max(1e-9, time.monotonic() - began)
 
     def _serve(self) -> None:
-        while True:
+        while True:  # a thread that ends with its process
             there, _ = self._server.accept()
             threading.Thread(target=self._answer, args=(there,), daemon=True).start()
 

@@ -195,7 +195,7 @@ class JobHistory:
         used |= {
             (ask.gang, i) for ask in ctx.asks if ask.state is not AskState.GRANTED for i in range(len(ask.members))
         }
-        going = {one.id for one in ctx.instances.values() if one.doomed}
+        going = {one.id for one in ctx.instances.values() if one.terminating}
         if going:
             first = bindings(self.spec, ctx.placement)
             used |= {(gang, bundle.index) for member, (gang, bundle) in first.items() if member in going}

@@ -81,7 +81,7 @@ def phase(job: JobHistory) -> str:
             last = job.failures[-1]
             return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(job)}"
         case JobState.STOPPING | JobState.PREEMPTING:
-            left = sum(bool(one.now.doomed) for one in job.instances.values())
+            left = sum(bool(one.now.terminating) for one in job.instances.values())
             stopping = f"{counted(left, 'process', 'processes')} yet to stop"
             what = stopping if left else "its devices are being given back"
             room_for = job.preempt.for_job if job.preempt is not None else ""

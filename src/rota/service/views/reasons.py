@@ -283,7 +283,8 @@ def why_document(job: JobHistory, live: Mapping[str, object]) -> WaitGraphDocume
     each has ``members`` (several wait for each other), ``text`` and ``waiters``. ``stacks`` maps an instance to text.
     ``slow`` members take much longer for a step than their role, ``dropped`` ones use far fewer cores than at work.
     """
-    opened = next((one for one in reversed(list(enumerate(job.failures, 1))) if one[1].ended_at is None), None)
+    numbered = [] if job.state.terminal else list(enumerate(job.failures, 1))  # how it ended is in FailureList
+    opened = next((one for one in reversed(numbered) if one[1].ended_at is None), None)
     return document(
         WaitGraphDocument,
         live,

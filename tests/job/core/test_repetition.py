@@ -154,6 +154,16 @@ def test_a_start_that_the_engine_did_not_carry_out_never_counts(driven, text, tr
     assert driven.ctx.repeats == () and not driven.ctx.state.terminal
 
 
+def test_a_launcher_whose_child_was_killed_never_counts(driven):
+    driven.run(spec(command("w", fail=fail(limit_n=30))))
+    for _ in range(5):
+        text = "ended with exit status 1: train.py FAILED"
+        died = error(driven, "w/0", text, reason=Reason.EXIT_NONZERO)
+        driven.feed(replace(died, traceback="  exitcode  : -9 (pid: 71)\n  traceback : Signal 9 (SIGKILL) received"))
+        driven.settle()
+    assert driven.ctx.repeats == () and not driven.ctx.state.terminal
+
+
 def test_errors_of_a_lost_peer_never_count(driven):
     driven.run(spec(service("w", fail=fail(limit_n=30))))
     for _ in range(5):

@@ -35,6 +35,8 @@ SECONDARY_TEXTS = (
 
 _SIGNAL_STATUS = range(129, 166)
 """Exit statuses with which a shell reports that its child was ended by a signal (128 + number)."""
+_CHILD_SIGNALLED = re.compile(r"\bSIG[A-Z]{3,6}\b")
+"""A launcher inside a command (torchrun, accelerate) names the signal that ended its child, and ends with a status."""
 _STATUS = re.compile(r"ended with exit status (\d+)(?:: (.*))?", re.DOTALL)
 _KIND = re.compile(r"(?:rank \d+: )?([A-Za-z_][\w.]*)(?=:|$)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -65,6 +67,8 @@ def is_own_error(loss: Loss) -> bool:
     it was started, and an error of the engine, say nothing about that code.
     """
     if loss.reason not in OWN_ERRORS or is_secondary(loss):
+        return False
+    if _CHILD_SIGNALLED.search(loss.text) or _CHILD_SIGNALLED.search(loss.traceback):
         return False
     if loss.reason is Reason.EXIT_NONZERO:
         found = _STATUS.search(loss.text)

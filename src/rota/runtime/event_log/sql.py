@@ -9,14 +9,16 @@ import logging
 import os
 import shutil
 import sqlite3
+import threading
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from sqlalchemy import Connection, Engine, Row, create_engine, inspect, make_url, text
+from sqlalchemy import Connection, Engine, Row, bindparam, create_engine, inspect, make_url, text
 from sqlalchemy import event as engine_event
 from sqlalchemy.exc import DatabaseError, DBAPIError, SQLAlchemyError
 
@@ -220,13 +222,14 @@ _READ = {
     "cluster": text(f"{_COLUMNS} AND job IS NULL ORDER BY number LIMIT :limit"),
 }
 
-_SAMPLE = text(
-    "SELECT number, job, seq, at, scope, epoch, body, crc FROM ("
-    "SELECT *, row_number() OVER (ORDER BY seq DESC) - 1 AS back, count(*) OVER () AS found "
-    "FROM events WHERE job = :job AND body LIKE :kind) AS chosen "
-    "WHERE back % ((found + :points - 1) / :points) = 0 ORDER BY seq"
+_OF_KIND = text(
+    "SELECT seq FROM events WHERE job = :job AND seq > :after AND seq <= :last AND body LIKE :kind ORDER BY seq"
 )
-"""Chosen by the store, so that a job of 100,000 commits costs the reading of those that are shown."""
+_OF_SEQS = text(f"{_COLUMNS} AND job = :job AND seq IN :seqs ORDER BY seq").bindparams(
+    bindparam("seqs", expanding=True)
+)
+_PLACES_MAX = 16
+"""Jobs, with a kind of record each, of which it is remembered where these records are: 8 bytes a record."""
 
 
 class LogRow(TypedDict):
@@ -254,6 +257,9 @@ class SqlLog:
         self._db = Database(url)
         self._db.open_schema(migrate=migrate)
         self._mark = _Mark(self._db.sqlite_path)
+        self._places: dict[tuple[JobId, str], tuple[int, array[int]]] = {}
+        """Of a job and a kind: the last record that was looked at, and where those of the kind are."""
+        self._places_lock = threading.Lock()
         acknowledged = self._mark.read()  # before the log: other processes append meanwhile
         last = self.last_number()
         if acknowledged > last:
@@ -326,9 +332,17 @@ class SqlLog:
         return records
 
     def sample(self, job: JobId, kind: str, points: int) -> tuple[Record, ...]:
-        given = {"job": job, "kind": f'%"kind":"{kind}"%', "points": points}
-        with self._db.reading() as connection:
-            rows = connection.execute(_SAMPLE, given).all()
+        with self._places_lock, self._db.reading() as connection:
+            looked, seqs = self._places.pop((job, kind), (0, array("q")))
+            last = connection.execute(_LAST_SEQ, {"job": job}).scalar() or 0
+            given = {"job": job, "after": looked, "last": last, "kind": f'%"kind":"{kind}"%'}
+            seqs.extend(connection.execute(_OF_KIND, given).scalars())
+            self._places[job, kind] = last, seqs
+            if len(self._places) > _PLACES_MAX:
+                del self._places[next(iter(self._places))]
+            step = -(-len(seqs) // points) or 1
+            wanted = {"after": 0, "job": job, "seqs": seqs[::-1][::step].tolist()}
+            rows = connection.execute(_OF_SEQS, wanted).all() if seqs else ()
         return tuple(_record(row) for row in rows)
 
     def rows(self, last: int) -> Iterator[LogRow]:

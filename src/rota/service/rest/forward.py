@@ -36,6 +36,8 @@ IDLE_S = 600.0
 """A connection on which no byte came for this time, in neither direction, is closed."""
 CHECK_S = 15.0
 """How often the rights of whoever has an open connection are looked at again."""
+RELOAD_S = 2
+"""How often a browser asks again while nothing listens yet."""
 KEEPALIVE_S = 60
 """Silence after which the kernel asks whether the other side is still there."""
 HEAD_BYTES_MAX, HEAD_S = 65_536, 10.0
@@ -266,8 +268,8 @@ class Forwards:
         """Until the program has answered, or either side, the rights of the caller or all traffic has ended."""
         program = await self._reached(key)
         if program is None:
-            where = f"Nothing listens at port {key[2]} of {key[1]} yet. Reload."
-            relay.browser[1].write(_page("502 Bad Gateway", where))
+            where = f"Nothing listens at port {key[2]} of {key[1]} yet. This page loads again every {RELOAD_S} s."
+            relay.browser[1].write(_page("502 Bad Gateway", where, f"Refresh: {RELOAD_S}\r\n"))
             await relay.browser[1].drain()
             return
         works = (relay.run(forward, program), self._watch(key, relay, address))
@@ -370,9 +372,9 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
 
 
-def _page(status: str, text: str) -> bytes:
-    """A small document with its status."""
+def _page(status: str, text: str, more: str = "") -> bytes:
+    """A small document with its status, and ``more`` lines of the head."""
     safe = text.replace("&", "&amp;").replace("<", "&lt;")
     body = f"<!doctype html><title>{status}</title><p style='{_CSS}'>{safe}</p>".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + body
+    return f"{head}{more}Connection: close\r\n\r\n".encode() + body

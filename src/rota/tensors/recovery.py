@@ -167,6 +167,7 @@ class _Plan:
         """Decide which headers stand for versions."""
         self._blocks = found
         slots: dict[int, list[BlockHeader]] = defaultdict(list)
+        under_way: list[BlockHeader] = []
         for each in found:
             if each.header is None:
                 if each.block < 0:
@@ -177,9 +178,13 @@ class _Plan:
             slots[each.header.slot].append(each.header)
         for slot, headers in slots.items():
             self.top_slot = max(self.top_slot, slot)
-            self._take_slot(slot, sorted(headers, key=lambda header: -header.version))
+            under_way += self._take_slot(slot, sorted(headers, key=lambda header: -header.version))
+        for header in under_way:  # when all names that have a version have their slots
+            if self._names.get(header.name, {"slot": header.slot})["slot"] == header.slot:
+                self._take_pending(header)
 
-    def _take_slot(self, slot: int, headers: list[BlockHeader]) -> None:
+    def _take_slot(self, slot: int, headers: list[BlockHeader]) -> list[BlockHeader]:
+        """Take the current version of a slot and those it keeps; headers that may be of publishes on their way."""
         table = self._space.table
         floor = table.last(slot) + (1 if table.deleted(slot) else 0)
         fresh = [header for header in headers if header.version >= floor]
@@ -192,10 +197,8 @@ class _Plan:
             kept = [h for v in head.kept for h in headers if h.version == v and self._take_step(h, headers)]
             self._name(head, current=head.version, kept=[h.version for h in kept])
             self.report.names += 1
-        above = head.version if head is not None else 0
-        for header in fresh:
-            if header.version > above or header.version not in self._versions:
-                self._take_pending(header)
+        # older ones too: their writers may still be copying, whoever was faster; a name under way keeps its slot
+        return [h for h in headers if h in fresh or (h.world == 1 and h.name == headers[0].name)]
 
     def _take_step(self, head: BlockHeader, headers: list[BlockHeader]) -> bool:
         """Take a version, or a group step if all its parts are there."""

@@ -356,7 +356,11 @@ class Session:
     def _join(self) -> None:
         """State all leases. Not for a client that is known: a get of another thread may be between lease and note."""
         leases = [(version, seq) for version, seq in self.space.leases.live() if seq]
+        found = self.machine.client.call("HKEYS", f"{self.machine.prefix}c:{self.space.client}:o")
         self.space.registry.join(self.space.client, _line(self.space.identity), leases)
+        given_up = {int(word) for word in found} - self.writer.in_flight  # of which a header was left
+        for version in given_up:
+            self.space.registry.abort(self.space.client, version)
         failpoint("joined")
 
     def _restart_server(self) -> None:

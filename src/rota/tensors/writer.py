@@ -137,6 +137,8 @@ class TensorWriter:
         self._random = random_source
         self.copier = copier
         self._groups: dict[str, deque[int]] = {}
+        self.in_flight: set[int] = set()
+        """Versions that are being written; a rebuilt registry may take others for it, which were given up."""
 
     def publish(
         self,
@@ -288,6 +290,7 @@ class TensorWriter:
             raise
 
     def _allocate(self, ask: VersionRequest, draft: Draft, reserved: Reserved, spill: bool) -> Pending:
+        self.in_flight.add(reserved.version)
         failpoint("reserved")
         header = BlockHeader(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
@@ -360,6 +363,7 @@ class TensorWriter:
                     break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
             else:
                 raise errors.Aborted(f"{pendings[0].name}: the registry was rebuilt repeatedly", name=pendings[0].name)
+        self.in_flight.difference_update(versions)
         return [
             done if isinstance(done, ScriptRefused) else self._published(pending, done)
             for pending, done in zip(pendings, replies, strict=True)
@@ -430,6 +434,7 @@ class TensorWriter:
     def abort(self, pending: Pending) -> None:
         """Undo a pending version; what cannot be undone now, the sweep undoes."""
         space, version = self._space, pending.reserved.version
+        self.in_flight.discard(version)
         with contextlib.suppress(errors.TensorError, ScriptRefused):
             undone = space.retry(lambda: space.registry.abort(space.client, version))
             if undone and pending.ask.direct and not space.leases.has(version):  # no slot ever showed it to others

@@ -524,3 +524,36 @@ def test_a_name_whose_deleter_was_killed_hides_nothing_newer_after_a_loss(
         plane.delete("w")
         plane.recover()
         assert [row.name for row in plane.ls()] == ["first", "kept"]
+
+
+def test_a_block_that_is_being_written_is_kept_through_a_rebuild_also_when_another_was_faster(
+    plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    for _ in cases(5, plane, 1):
+        with plane.create("w", (50,), "float64", step=9, as_="numpy") as slow:
+            assert actors.run("plane.put('w', np.ones(50), step=3)") == 0
+            plane.recover()
+            assert actors.run("plane.put_many({f'x/{i}': np.full(50, 7.0) for i in range(60)})") == 0
+            slow[:] = 9.0
+        assert plane.get("w", as_="numpy")[0] == 9
+        assert all((value == 7).all() for value in plane.get_many(prefix="x/", as_="numpy").values())
+
+
+def test_a_publish_that_was_given_up_does_not_come_back_as_one_that_is_under_way(plane: Plane, cases: Cases) -> None:
+    for _ in cases(5, plane, 1):
+        plane.put("w", np.ones(50), step=3)
+        with pytest.raises(errors.StaleStep):
+            plane.put("w", np.ones(50), step=2)
+        with pytest.raises(ZeroDivisionError), plane.create("w", (50,), "float64", as_="numpy"):
+            raise ZeroDivisionError
+        plane.recover()
+        assert plane.info("w").pending == 0
+        assert clean(plane)["versions"] == {"ready": 1}
+        plane.delete("w")
+        slot = [plane.put("other", np.ones(9)), plane.info("other").slot][1]
+        plane.put("w", np.ones(9))
+        plane.recover()
+        plane.put("third", np.ones(9))
+        assert slot not in (plane.info("w").slot, plane.info("third").slot), (
+            "what was given up takes no slot of another"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +40,20 @@ def typed(page: str, folder: Path, home: Path, *fills: tuple[str, str]) -> str:
         "ROTA_PORT": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    given = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    shell = subprocess.Popen(
+        ["bash", "-e", "-c", WAITING + script], cwd=folder, env=env, start_new_session=True, **piped
+    )
+    late = False
     try:
-        done = subprocess.run(["bash", "-e", "-c", WAITING + script], timeout=LIMIT_S, **given)
+        out, err = shell.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGKILL)  # the command that it waits for, too
+        (out, err), late = shell.communicate(), True
     finally:
-        subprocess.run(["rota", "down", "--force"], **given)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    return done.stdout
+        subprocess.run(["rota", "down", "--force"], cwd=folder, env=env, capture_output=True)
+    assert shell.returncode == 0, f"{f'not done after {LIMIT_S} s' if late else ''}\n{out}\n{err[-3000:]}"
+    return out
 
 
 Fills = tuple[tuple[str, str], ...]

@@ -30,7 +30,7 @@ CALLED_BY_NAME = {
     "garbage_collect", "get_communicator_metadata", "is_one_sided", "recv_multiple_tensors",
     "send_multiple_tensors", "tensor_transport_backend",
     # of Rota, by the name of an operation, of a class or of an entry point
-    "Instance", "Master", "ping", "_close_all", "code_part", "stream_loop",
+    "Instance", "Master", "ping", "_close_all", "code_part", "stream_loop", "read_terminal", "write_terminal",
     # verbs of the command line, by their module
     "cases", "demo", "exec_", "login", "logout",
 }  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +19,11 @@ import pytest
 from rota.job.health.heartbeat import ProgressMarks
 from rota.job.instance import spmd, tenant
 from rota.job.instance.runners import Setup, make_context
-from rota.runtime import isolation, probe
+from rota.runtime import isolation, probe, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.spec.check import tenant_refused
+from rota.spec.errors import TimedOut
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import Checkpoint, JobSpec, RoleSpec
 from rota.spec.resources import Res
@@ -110,3 +114,75 @@ def test_neither_root_nor_its_group_is_a_tenant(user: str) -> None:
 def test_a_secret_that_would_act_on_the_service_is_refused(tmp_path: Path) -> None:
     spec = replace(config(tmp_path).spec, secrets=("TOKEN", "LD_PRELOAD", "PATH"))
     assert [one.path for one in tenant_refused(spec)] == [("secrets", 1), ("secrets", 2)]
+
+
+def test_settings_of_the_service_are_not_passed_on_and_what_an_instance_is_told_is(tmp_path: Path) -> None:
+    told = {"ROTA_JOB": "j-1", "ROTA_PORT_WEB": "81", "CUDA_VISIBLE_DEVICES": "0", "RANK": "1"}
+    private = {"ROTA_DB_URL": "postgresql://u:pw@h/d", "ROTA_TOKEN": "t", "ROTA_OIDC_SECRET": "s", "SERVICE_KEY": "k"}
+    found = tenant.environment({**told, **private}, config(tmp_path), given=("RANK",))
+    assert found == {"PATH": os.defpath} | {isolation.PREFIX + name: value for name, value in told.items()}
+
+
+def test_a_shared_folder_that_is_removed_while_it_is_waited_for_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shm"
+    path.mkdir()
+    removing = os.open(path, os.O_RDONLY)
+    fcntl.flock(removing, fcntl.LOCK_EX)
+    waits = threading.Event()
+    tried = process.try_lock
+
+    def noted(fd: int, **more: Any) -> bool:
+        waits.set()
+        return tried(fd, **more)
+
+    monkeypatch.setattr(tenant, "try_lock", noted)
+    found: list[Path] = []
+    thread = threading.Thread(target=lambda: found.append(tenant._shared(path)))
+    thread.start()
+    assert waits.wait(10)
+    shutil.rmtree(path)
+    os.close(removing)
+    thread.join(10)
+    try:
+        assert found == [path / "shared"] and found[0].is_dir() and found[0].stat().st_mode & 0o7777 == 0o1777
+        assert path.stat().st_mode & 0o077 == 0, "a user could lock it"
+        other = os.open(path, os.O_RDONLY)
+        assert not process.try_lock(other), "it is kept by a lock"
+        os.close(other)
+        tenant.remove_shared()
+        assert not path.exists()
+    finally:
+        tenant._locks.clear()
+
+
+def test_a_shared_folder_that_stays_locked_is_named_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant, "LOCK_S", 0.2)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(TimedOut, match=f"{tmp_path} is locked by .*{os.getpid()}"):
+        tenant._shared(tmp_path)
+    os.close(held)
+    assert not tenant._locks
+
+
+def test_folders_made_where_the_job_may_write_follow_none_of_its_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, outside = tmp_path / "tmp", tmp_path / "outside"
+    own.mkdir()
+    outside.mkdir()
+    monkeypatch.setattr(isolation, "OF_TENANT", (str(own),))
+    opened = isolation.made(str(own / "home" / "jobs"))
+    assert os.path.samestat(os.fstat(opened), (own / "home" / "jobs").stat())
+    os.close(opened)
+    (own / "link").symlink_to(outside)
+    (own / "home" / "link").symlink_to(outside)
+    (own / "file").write_text("")
+    for name in ("link/new", "home/link", "home/link/new", "file"):
+        with pytest.raises(isolation.CannotIsolate, match="is no folder; the job must remove it"):
+            isolation.made(str(own / name))
+    assert not list(outside.iterdir())

@@ -118,7 +118,7 @@ def test_neither_tenant_reads_what_belongs_to_the_other_or_to_the_service(client
     assert (output / "held").read_text() == SECRET and (output / "held").stat().st_uid == pwd.getpwnam("daemon").pw_uid
     done = client.execute(one.id, "main/0", ["sh", "-c", "id -un; cat /tmp/held; cat /proc/1/environ"])
     assert done["stdout"].split() == ["daemon", SECRET], "a command beside an instance is the same tenant"
-    assert Path(f"/dev/shm/rota-tenant-{one.id}/held").exists()
+    assert Path(f"/dev/shm/rota-tenant-{one.id}/shared/held").exists()
     client.stop(one.id, grace_s=1)
     one.wait(timeout_s=120)
     assert not list(Path("/dev/shm").glob("rota-tenant-*"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -19,12 +21,14 @@ from tests import postgres
 from tests.service.described import check
 
 from rota.job.core.desired import timers
+from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.job_files import FileRows, JobFiles
 from rota.runtime.process import execute_command
 from rota.runtime.ray.engine import EngineAccess
+from rota.runtime.terminal import Terminals
 from rota.service.config import load_settings
 from rota.service.process import assembly
 from rota.service.process.assembly import assemble, node_changes, replay, take_nodes, wanted_nodes
@@ -57,6 +61,7 @@ class PlayedEngine:
     """The engine as a test plays it: it notes what it is asked for. ``away`` makes it unreachable."""
 
     asked: list[JobId] = field(default_factory=list)
+    terminals: Terminals = field(default_factory=lambda: Terminals(SystemClock()))
     swept: list[JobId] = field(default_factory=list)
     alive: set[JobId] = field(default_factory=set)
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -91,6 +96,21 @@ class PlayedEngine:
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
         return await execute_command(argv, timeout_s=timeout_s) if job in self.alive else None
+
+    async def terminal(
+        self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[Any], *, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        if job not in self.alive:
+            return None
+        if method == "open_terminal":
+            name, user, argv, term, size = head
+            return 1, await self.terminals.start(name, user, argv, {**os.environ, "TERM": term}, size)
+        if method == "read_terminal":
+            found: Any = await self.terminals.read(*head)
+        else:
+            name, user, offset, data, size, leave = head
+            found = self.terminals.write(name, user, offset, base64.b64decode(data), size, leave)
+        return None if found is None else (1, found)
 
     async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
         return self._files(host).listed(job, area, path, after)
@@ -156,7 +176,7 @@ class PlayedEngine:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}
 
     async def close(self, *, stop_engine: bool) -> None:
-        """Nothing is open."""
+        await self.terminals.close()
 
 
 @dataclass

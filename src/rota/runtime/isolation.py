@@ -17,6 +17,8 @@ NO_NEW_PRIVS = 38
 BIND, REC, PRIVATE, NOSUID, NODEV = 0x1000, 0x4000, 1 << 18, 2, 4
 PREFIX = "ROTA_TENANT_VARIABLE_"
 """Before the name of each variable of the command, which means nothing to the loader and to this interpreter."""
+OF_TENANT = ("/tmp", "/dev/shm")
+"""Folders of the job itself: what is in them may lead anywhere."""
 CANNOT = 126
 """Exit status of a command that cannot be run, as of a shell."""
 _OPENED = "/proc/self/fd/{}"
@@ -75,6 +77,39 @@ def hidden(path: str) -> str:
     return path
 
 
+def made(path: str) -> int:
+    """Open a folder, made if need be. Below ``OF_TENANT`` no link is followed: the job may have put it there.
+
+    Raises OSError, CannotIsolate.
+    """
+    own = next((one for one in OF_TENANT if path.startswith(f"{one}/")), "")
+    if not own:
+        os.makedirs(path, mode=0o755, exist_ok=True)  # noqa: PTH103 - pathlib takes longer to import than all else
+        return os.open(path, os.O_PATH | os.O_DIRECTORY)
+    here = os.open(own, os.O_PATH | os.O_DIRECTORY)
+    for name in path.removeprefix(own).split("/"):
+        if name:
+            above = here
+            try:
+                try:  # noqa: SIM105 - contextlib takes longer to import than all else
+                    os.mkdir(name, 0o755, dir_fd=above)
+                except FileExistsError:
+                    pass
+                here = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            except NotADirectoryError:
+                raise CannotIsolate(f"{path}: {name} is there and is no folder; the job must remove it") from None
+            finally:
+                os.close(above)
+    return here
+
+
+def mount_at(source: str, path: str, kind: str, flags: int, options: str = "") -> None:
+    """Mount at a folder that is ``made``."""
+    target = made(path)
+    mount(source, _OPENED.format(target), kind, flags, options)
+    os.close(target)
+
+
 def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str]) -> None:
     """Give this process folders and a process list of its own.
 
@@ -92,12 +127,10 @@ def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str
     opened = {path: os.open(path, os.O_PATH) for path in (*shown, tmp, shm)}
     mount(_OPENED.format(opened[tmp]), "/tmp", "", BIND)
     mount(_OPENED.format(opened[shm]), "/dev/shm", "", BIND)
-    for mask in masks:
-        os.makedirs(mask, mode=0o755, exist_ok=True)  # noqa: PTH103 - it may be in the /tmp that was hidden
-        mount("tmpfs", mask, "tmpfs", NOSUID | NODEV, "mode=0755,size=1m")
+    for mask in masks:  # it may be in the /tmp that was hidden
+        mount_at("tmpfs", mask, "tmpfs", NOSUID | NODEV, "mode=0755,size=1m")
     for path in sorted(shown):
-        os.makedirs(path, mode=0o755, exist_ok=True)  # noqa: PTH103
-        mount(_OPENED.format(opened[path]), path, "", BIND)
+        mount_at(_OPENED.format(opened[path]), path, "", BIND)
     mount("proc", "/proc", "proc", NOSUID | NODEV, "hidepid=invisible")
     for opening in opened.values():
         os.close(opening)

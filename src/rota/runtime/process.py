@@ -308,10 +308,13 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
 
 
-def try_lock(fd: int) -> bool:
-    """Lock an open file for this descriptor alone (flock); False while another has it. The kernel frees it at death."""
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file for this descriptor alone (flock), or with others that share it; False while that cannot be.
+
+    The kernel frees it at death.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

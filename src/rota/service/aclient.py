@@ -40,6 +40,7 @@ from rota.service.http import (
     refused,
     timed_out,
 )
+from rota.service.terminal import TerminalApi, TerminalOutput, follow_terminal
 from rota.spec.ids import parts_of
 from rota.spec.states import JobState
 
@@ -98,7 +99,7 @@ class AsyncAccounts(AccountApi):
         return await self._client.ask(request)
 
 
-class AsyncClient(HttpBase, JobApi):
+class AsyncClient(HttpBase, JobApi, TerminalApi):
     """The methods of ``Client``, awaited."""
 
     def __init__(
@@ -278,8 +279,17 @@ class AsyncClient(HttpBase, JobApi):
                 if event.event == "event":
                     yield cast("EventRecord", event.document())
 
-    async def _stream(self, path: str, params: Mapping[str, object]) -> AsyncGenerator[Sse]:
-        request, last, broken = get(path, params), "", 0
+    def terminal_output(self, job: str, terminal: str) -> AsyncIterator[TerminalOutput]:
+        """See ``Client.terminal_output``."""
+        return follow_terminal(self._stream, self._wait_before, self.url, job, terminal)
+
+    async def _wait_before(self, tries: int) -> None:
+        """Wait before one more try, the longer the more there were."""
+        await self._io.sleep(self.wait_s(tries))
+
+    async def _stream(self, path: str, params: Mapping[str, object], last: str = "") -> AsyncGenerator[Sse]:
+        """Server-sent events after the id ``last``, over lost connections, until one ``end`` or the service ends."""
+        request, broken = get(path, params), 0
         while True:
             try:
                 async with aclosing(self._stream_once(request, last)) as events:
@@ -292,7 +302,7 @@ class AsyncClient(HttpBase, JobApi):
                 broken += 1
                 if not self.may_reconnect(exc, broken, last):
                     raise self.unreachable(exc) from exc
-                await self._io.sleep(self.wait_s(broken))
+                await self._wait_before(broken)
             else:
                 return  # the service closed the stream in order
 

@@ -30,6 +30,7 @@ from rota.service.api import (
 from rota.service.copy import Copied
 from rota.service.http import TIMEOUT_S, HttpOptions, refused
 from rota.service.notebook import pairs_html
+from rota.service.terminal import TerminalApi, TerminalOutput
 from rota.spec.errors import TimedOut
 from rota.spec.states import JobState
 
@@ -114,7 +115,7 @@ class Accounts(AccountApi):
         return self._client.ask(request)
 
 
-class Client(JobApi):
+class Client(JobApi, TerminalApi):
     """The REST API in Python.
 
     ``server`` and ``token`` default to ROTA_SERVER and ROTA_TOKEN, then to the service of this machine. Every method
@@ -222,6 +223,13 @@ class Client(JobApi):
         has ended.
         """
         return _each(self._async.events(job, follow=follow, **filters))
+
+    def terminal_output(self, job: str, terminal: str) -> Iterator[TerminalOutput]:
+        """What the program on a terminal writes, over lost connections and a new service, until it has ended.
+
+        Raises UnknownName for a job that is not there, NotReachable when the service stays away.
+        """
+        return _each(self._async.terminal_output(job, terminal))
 
     def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> Iterator[EventList]:
         """``EventList``, page after page to the last one."""

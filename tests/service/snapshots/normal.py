@@ -42,6 +42,8 @@ def normal(value: Any, home: Path, name: str = "") -> Any:
 def _text(value: str, home: Path, name: str) -> str:
     if name in SECRET and FRESH.fullmatch(value):
         return f"<{name}>"
+    if name == "terminal" and not value.endswith(".t"):
+        return "<terminal>"
     if name == "request_id" and value:
         return "<request id>"
     shown = TOKEN.sub("<token>", value.replace(str(home), "<home>"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -207,7 +208,15 @@ async def late(it: Installed) -> list[Ask]:
     """What needs an identifier that the installation gave; then the end of the service, and who asked for what."""
     token = next(one.made.id for one in it.app.auth.accounts.tokens.values() if one.made.name == "spare")
     webhook = next(iter(it.app.notifier.targets))
+    terminals = it.engine.terminals
+    await terminals.start("t", "local", ["printf", "out"], {"PATH": os.defpath}, (24, 80))
+    while (seen := await terminals.read("t", "local", 3, 1.0)) is not None and seen["exit_status"] is None:
+        pass
     return [
+        send("POST", "/jobs/learn-1:terminal", {"instance": "rollout/0", "argv": ["true"]}),
+        send("POST", "/jobs/learn-1/terminals/rollout.0.1.t", {"data": "eA=="}),
+        get("/jobs/learn-1/terminals/rollout.0.1.t"),
+        get("/jobs/learn-1/terminals/rollout.0.1.none"),
         send("DELETE", f"/tokens/{token}"),
         send("DELETE", f"/webhooks/{webhook}"),
         send("DELETE", "/users/bob"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import faulthandler
@@ -41,10 +42,11 @@ from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
-from rota.runtime.environ import Home
+from rota.runtime.environ import Home, snapshot
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
 from rota.runtime.process import ExecResult, execute_command, own_id
+from rota.runtime.terminal import TerminalRead, Terminals, TerminalWritten
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, NotReachable, TensorError
@@ -112,6 +114,7 @@ class Instance:
             user=self._user,
         )
         self._ports = choose_ports(self._config.role)
+        self._terminals = Terminals(clock)
         self._load, self._devices = Load(clock, own_id()), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._runner: Runner = self._make_runner()
@@ -180,6 +183,26 @@ class Instance:
         done = await self._control.run(execute_command(argv, timeout_s=timeout_s, env=env))
         stdout, stderr = (secrets.redact(text, cut=done["cut"]) for text in (done["stdout"], done["stderr"]))
         return {**done, "stdout": stdout, "stderr": stderr}
+
+    async def open_terminal(self, name: str, user: str, argv: list[str], term: str, size: tuple[int, int]) -> str:
+        """Run a command as ``execute`` does, on a terminal; empty, or why it cannot be. See ``Terminals``."""
+        argv, env = list(tenant.command(self._config, argv)), setup_environment(self._config, {"TERM": term})
+        start = self._terminals.start(name, user, argv, env or {**snapshot(), "TERM": term}, size, secrets.redact_bytes)
+        return await self._control.run(start)
+
+    async def read_terminal(self, name: str, user: str, after: int, wait_s: float) -> TerminalRead | None:
+        """See ``Terminals.read``."""
+        return await self._control.run(self._terminals.read(name, user, after, wait_s))
+
+    async def write_terminal(
+        self, name: str, user: str, offset: int, data: str, size: tuple[int, int] | None, leave: bool
+    ) -> TerminalWritten | None:
+        """See ``Terminals.write``; ``data`` is in base64."""
+
+        async def write() -> TerminalWritten | None:
+            return self._terminals.write(name, user, offset, base64.b64decode(data), size, leave)
+
+        return await self._control.run(write())
 
     async def check(self) -> Answer:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
@@ -318,6 +341,7 @@ class Instance:
 
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
+        await self._terminals.close()
         await self._runner.stop(grace_s)
         if self._config.spec.run_as:
             await asyncio.to_thread(tenant.remove_shared)

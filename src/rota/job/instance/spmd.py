@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rota.job.health.stacks import of_the_job
@@ -444,9 +445,9 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
     return words
 
 
-def setup_environment(config: InstanceConfig) -> dict[str, str] | None:
-    """Variables of a command beside the ranks; None: those of this process."""
-    return tenant.environment(tenant.variables(config), config) if config.spec.run_as else None
+def setup_environment(config: InstanceConfig, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str] | None:
+    """Variables of a command beside the ranks, with ``more``; None: those of this process."""
+    return tenant.environment({**tenant.variables(config), **more}, config, more) if config.spec.run_as else None
 
 
 async def run_setup(config: InstanceConfig) -> None:

@@ -6,23 +6,31 @@ The folders that all instances of the job on a machine share as ``/tmp`` and ``/
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rota.job.instance.runners import InstanceConfig
 from rota.job.rpc.peers import checkpoint_dir
 from rota.runtime import isolation
-from rota.runtime.environ import PRIVATE_DIR, REDIS_URL, Home, snapshot
-from rota.runtime.process import try_lock
+from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, snapshot
+from rota.runtime.node import NODE_ADDRESS
+from rota.runtime.process import take_lock, try_lock
 
 SHM_PREFIX = "/dev/shm/rota-tenant-"
 _KEPT = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_KEPT_PREFIXES = ("ROTA_", "LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "PYTHON")
+_KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "PYTHON", "ROTA_PORT_")
+_OF_INSTANCE = ("ROTA_ATTEMPT", "ROTA_OUTPUT_DIR", "ROTA_CHECKPOINT_DIR", "ROTA_DATA_DIR")
+_KEPT_OF_ROTA = (HOME, JOB, ROLE, INSTANCE, EPOCH, NODE, NODE_ADDRESS, *_OF_INSTANCE)
+"""What an instance is given of Rota; other variables that begin so are settings of the service, maybe passwords."""
+LOCK_S = 10.0
+"""Longest wait for an instance of the same job that starts, or removes the shared folders."""
+_OPEN = "shared"
+"""The part of a shared folder that the tenant sees: what is locked is above it, where no user can lock it."""
 
 
 def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[str, ...]:
@@ -63,36 +71,66 @@ def own_variables(config: InstanceConfig) -> dict[str, str]:
 def environment(found: Mapping[str, str], config: InstanceConfig, given: Collection[str] = ()) -> dict[str, str]:
     """The variables under which ``isolation`` starts: those of the command under other names, and nothing else.
 
-    The command has what is the job's, and what programs need (``_KEPT``). Under their own names the loader and the
-    interpreter would act on them before the user is changed.
+    The command has what the job file and ``given`` set, what an instance is told of its job (``_KEPT_OF_ROTA``), and
+    from the environment of the service what programs, devices and their libraries need (``_KEPT``,
+    ``_KEPT_PREFIXES``). Under their own names the loader and the interpreter would act on them before the user is
+    changed.
     """
-    own = {*given, *own_variables(config), *config.spec.secrets}
+    own = {*given, *own_variables(config), *config.spec.secrets, *_KEPT, *_KEPT_OF_ROTA}
     return {"PATH": os.defpath} | {
         isolation.PREFIX + name: value
         for name, value in found.items()
-        if name in own or name in _KEPT or (name.startswith(_KEPT_PREFIXES) and name != REDIS_URL)
+        if name in own or name.startswith(_KEPT_PREFIXES)
     }
 
 
 _locks = dict[Path, int]()
+_changing = threading.Lock()
 
 
 def _shared(path: Path) -> Path:
-    """A folder that every user may write, kept by a lock of this process."""
-    if path not in _locks:
-        path.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
-        _locks[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        os.fchmod(_locks[path], 0o1777)
-        fcntl.flock(_locks[path], fcntl.LOCK_SH)
-    return path
+    """A folder that every user may write, below ``path``, which is kept by a lock of this process.
+
+    Raises TimedOut when another process holds the lock for ``LOCK_S``.
+    """
+    with _changing:
+        while path not in _locks:
+            path.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            try:
+                take_lock(path, lambda one=file: try_lock(one, shared=True), LOCK_S)
+                kept = _is_at(file, path)
+            except BaseException:
+                os.close(file)
+                raise
+            if kept:
+                _locks[path] = file
+            else:  # it was removed before the lock was had: this one is of a folder without a name
+                os.close(file)
+        found = path / _OPEN
+        found.mkdir(exist_ok=True)
+        found.chmod(0o1777)
+        return found
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open folder is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def remove_shared() -> None:
     """At the end of an instance: remove what no other instance uses, also what killed ones left."""
-    for path in [*_locks, *Path("/dev/shm").glob(f"{Path(SHM_PREFIX).name}*")]:
-        file = _locks.pop(path, None)
-        with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if file is None else file
-            if try_lock(file):
-                shutil.rmtree(path, ignore_errors=True)
-            os.close(file)
+    with _changing:
+        for path in [*_locks, *Path("/dev/shm").glob(f"{Path(SHM_PREFIX).name}*")]:
+            file = _locks.pop(path, None)
+            with contextlib.suppress(OSError):
+                file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if file is None else file
+                if try_lock(file):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.close(file)

@@ -310,6 +310,18 @@ class GatewayClient:
         args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
         return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
 
+    async def terminal(
+        self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[object], *, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        """Ask the instance of an epoch, or the newest for 0, about a terminal: its epoch and answer.
+
+        ``method`` and ``head`` as in ``Instance``; None when that instance does not run.
+        """
+        args = {"job": job, "role": role, "rank": rank, "epoch": epoch, "method": method, "head": list(head)}
+        limit_s = timeout_s + EXECUTE_EXTRA_S
+        found = await self.request("terminal", {**args, "timeout_s": timeout_s}, timeout_s=limit_s)
+        return None if found is None else (found[0], found[1])
+
     async def list_files(
         self, host: str, job: JobId, area: str, path: str, after: str, *, timeout_s: float = 10.0
     ) -> FileRows:

@@ -112,6 +112,8 @@ class Gateway:
             found = encode(self._stamped({"request_id": identity, **reply}))
         except ValueError as error:  # too long for one message: the asker still gets an answer
             found = encode(self._stamped({"request_id": identity, **_error("BAD_REQUEST", f"its answer: {error}")}))
+        if message.get("op") == "terminal":  # may be asked anew, and its answers are many and large
+            self._answers.pop(identity, None)
         with contextlib.suppress(ConnectionError, RuntimeError):
             writer.write(found)
             await writer.drain()
@@ -158,7 +160,7 @@ class Gateway:
                 return None
             case "ensure_master" | "nodes" | "usage" | "check_machines" | "list_files" | "read_file":
                 return await getattr(await self._attached(), op)(**args)
-            case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs" | "let_go":
+            case _ if op in _NOTHING:
                 there = self._settings.address or find_engine(self._home) is not None
                 ops = await self._attached() if there else None
                 return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
@@ -279,6 +281,7 @@ _NOTHING: Mapping[str, object] = {
     "master_status": None,
     "master_why": None,
     "execute": None,
+    "terminal": None,
     "kill_master": None,
     "sweep": {"instances": [], "reservations": []},
     "list_jobs": [],

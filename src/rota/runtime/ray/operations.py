@@ -23,7 +23,16 @@ from ray.exceptions import RayError
 from rota.runtime import process
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.environ import INSTALLATION, Home
-from rota.runtime.launcher import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
+from rota.runtime.launcher import (
+    Call,
+    CallTimeout,
+    Handle,
+    ProcessGone,
+    RemoteError,
+    handle_of,
+    instance_name,
+    master_name,
+)
 from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
 from rota.runtime.process import ExecResult
 from rota.runtime.ray import machines
@@ -36,7 +45,7 @@ from rota.runtime.ray.machines import Machines, NodeRow, ask_machine
 from rota.runtime.ray.pairs import check_machines
 from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable, RotaError
-from rota.spec.ids import JobId
+from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.spec.measured import CheckFacts, MachineUsage
 
 _BACKOFF_S = (0.2, 5.0)
@@ -211,14 +220,30 @@ class GatewayOps:
 
     async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> ExecResult | None:
         """Run a command beside an instance; None when that does not run, or no more."""
+        found = await self._newest(job, role, rank)
+        return None if found is None else await self._ask_instance(found, "execute", [argv, timeout_s], timeout_s)
+
+    async def terminal(
+        self, job: str, role: str, rank: int, epoch: int, method: str, head: list[object], timeout_s: float
+    ) -> list[object] | None:
+        """Epoch and answer of a method of an instance about its terminals, by its epoch, or 0 for the newest.
+
+        None when that does not run.
+        """
+        instance = InstanceId(RoleName(role), rank)
+        given = handle_of(instance_name(JobId(job), instance, Epoch(epoch))) if epoch else None
+        found = given or await self._newest(job, role, rank)
+        answer = None if found is None else await self._ask_instance(found, method, head, timeout_s)
+        return None if found is None or answer is None else [int(found.epoch or 0), answer]
+
+    async def _newest(self, job: str, role: str, rank: int) -> Handle | None:
         names = [name for name in await self._launcher.list_names() if name.startswith(f"{job}/{role}/{rank}/")]
-        found = [handle_of(name) for name in names]
-        if not found:
-            return None
+        return max(map(handle_of, names), key=lambda one: one.epoch, default=None)
+
+    async def _ask_instance(self, to: Handle, method: str, head: list[object], timeout_s: float) -> Any:
         limit_s = timeout_s + _EXECUTE_EXTRA_S
-        call = Call(method="execute", head=(argv, timeout_s), timeout_s=limit_s, control=True)
         try:
-            return await self._launcher.call(max(found, key=lambda one: one.epoch), call)
+            return await self._launcher.call(to, Call(method=method, head=tuple(head), timeout_s=limit_s, control=True))
         except ProcessGone:
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -9,7 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, sleep  # noqa: TID251 - the user's process, where Rota has no clock
 
-__all__ = ["colour_wanted", "draws_in_place", "err_draws_in_place", "monotonic", "now", "own_shell", "sleep", "width"]
+__all__ = [
+    "colour_wanted",
+    "draws_in_place",
+    "err_draws_in_place",
+    "monotonic",
+    "now",
+    "own_shell",
+    "sleep",
+    "terminal_name",
+    "terminal_size",
+    "width",
+]
 
 
 def now() -> datetime:
@@ -35,6 +47,20 @@ def draws_in_place() -> bool:
 def err_draws_in_place() -> bool:
     """The same of stderr, where progress goes."""
     return sys.stderr.isatty() and _environ("TERM") != "dumb"
+
+
+def terminal_size() -> tuple[int, int]:
+    """Rows and columns of the terminal of stdin or stdout; 24 and 80 where neither is one."""
+    for fd in (0, 1):
+        with contextlib.suppress(OSError):
+            found = os.get_terminal_size(fd)
+            return max(found.lines, 1), max(found.columns, 1)
+    return 24, 80
+
+
+def terminal_name() -> str:
+    """What kind of terminal this is, from $TERM; ``dumb`` without one."""
+    return _environ("TERM") or "dumb"
 
 
 def own_shell() -> str:

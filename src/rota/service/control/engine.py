@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rota.runtime import environ
 from rota.runtime.environ import Home
@@ -70,6 +70,12 @@ class Engine(Protocol):
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> ExecResult | None:
         """Run a command beside an instance to its end: what ``execute_command`` gives; None when that does not run."""
+        ...
+
+    async def terminal(
+        self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[object], *, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        """Ask an instance about a terminal, see ``GatewayClient.terminal``."""
         ...
 
     async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
@@ -147,6 +153,11 @@ class NoEngine:
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> ExecResult | None:
+        return None
+
+    async def terminal(
+        self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[object], *, timeout_s: float
+    ) -> tuple[int, Any] | None:
         return None
 
     async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
@@ -244,6 +255,12 @@ class GatewayEngine:
     ) -> ExecResult | None:
         with _unavailable_of(job):
             return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
+
+    async def terminal(
+        self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[object], *, timeout_s: float
+    ) -> tuple[int, Any] | None:
+        with _unavailable_of(job):
+            return await self._client.terminal(job, role, rank, epoch, method, head, timeout_s=timeout_s)
 
     async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
         with _unavailable_of(host):

@@ -364,6 +364,25 @@ class ExecDocument(Headed):
     timed_out: bool
 
 
+class TerminalDocument(Headed):
+    """A terminal beside an instance, by the id under which its output is followed and its input sent."""
+
+    kind: Literal["Terminal"]
+    job: str
+    instance: str
+    terminal: str
+
+
+class TerminalInputDocument(Headed):
+    """How many bytes of input a terminal has taken in all; ``over``: its program takes no more."""
+
+    kind: Literal["TerminalInput"]
+    job: str
+    terminal: str
+    taken: int
+    over: bool
+
+
 class LogLine(Closed):
     """One line that an instance printed; ``ts`` is null for what came without a time.
 

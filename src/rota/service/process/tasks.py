@@ -200,13 +200,14 @@ async def look_for_idle(app: AppState) -> None:
     live = app.loop.installation.live
     for job in {key[0] for key in app.forwards.open_ports} - live.keys():
         await app.forwards.close(job)
+    app.terminals_used_s = {job: used_s for job, used_s in app.terminals_used_s.items() if job in live}
     limited = [one for one in live.values() if one.spec.idle_limit_s and one.state is JobState.RUNNING and not one.stop]
     app.idle_since_s = {one.id: app.idle_since_s.get(one.id, app.clock.monotonic_s()) for one in limited}
     for one in limited:
         beats, now_s = await app.engine.beats(one.id), app.clock.monotonic_s()
         if not beats or any(beat.get("cpus", 0.0) > IDLE_CORES for beat in beats.values()):
             app.idle_since_s[one.id] = now_s
-        since_s = max(app.idle_since_s[one.id], app.forwards.used_s(one.id))
+        since_s = max(app.idle_since_s[one.id], app.used_s(one.id))
         if now_s - since_s >= (one.spec.idle_limit_s or 0.0):
             await append_live(app, one, StopAsked(reason=Reason.IDLE, by="service", grace_s=one.spec.grace_s))
 

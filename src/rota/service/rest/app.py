@@ -21,8 +21,8 @@ from rota.service.config import rota_version
 from rota.service.jobfile.problems import DISK_REMEDIES, Problem
 from rota.service.models.base import PROBLEM, REFS, ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
-from rota.service.rest.deps import AppState, asked_line, auth_request
-from rota.service.rest.routes import accounts, cluster, files, jobs, machines, page, streams
+from rota.service.rest.deps import TERMINAL_PATH, AppState, asked_line, auth_request
+from rota.service.rest.routes import accounts, cluster, files, jobs, machines, page, streams, terminals
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     JobFileError,
@@ -74,7 +74,8 @@ def application() -> FastAPI:
 
     Routes are taken as they are: those of an included router FastAPI makes a second time at the first request.
     """
-    parts = (jobs.router, files.router, streams.router, cluster.router, machines.router, accounts.router, cluster.sim)
+    jobs_parts = (jobs.router, files.router, streams.router, terminals.router)
+    parts = (*jobs_parts, cluster.router, machines.router, accounts.router, cluster.sim)
     app = Application(
         routes=[route for router in (*parts, *page.routers) for route in router.routes],
         title="Rota",
@@ -174,10 +175,11 @@ class Guard:
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
         """Write the outcome of a change to the audit; what was done stays done."""
-        if scope["method"] in SAFE_METHODS:
+        known = "caller" in scope["state"]
+        if scope["method"] in SAFE_METHODS or (known and scope["route"].path == TERMINAL_PATH):
             return
         try:
-            if "caller" in scope["state"]:
+            if known:
                 self._app.audit.end(request_id, status)
             else:
                 self._app.audit.anonymous({**asked_line(scope, None), "status": status})

@@ -68,6 +68,9 @@ def _storable(value: T) -> T:
 STORABLE = AfterValidator(_storable)
 """For fields of a body that hold anything, and for paths."""
 
+TERMINAL_PATH = "/api/v1/jobs/{job}/terminals/{terminal}"
+"""Input of a terminal: the audit has its opening, not what is typed."""
+
 
 @dataclass(slots=True, kw_only=True)
 class AppState:
@@ -106,6 +109,9 @@ class AppState:
     idle_since_s: dict[JobId, float] = field(default_factory=dict[JobId, float])
     """Since when the processes of a job with an idle limit do no work, in monotonic seconds."""
 
+    terminals_used_s: dict[JobId, float] = field(default_factory=dict[JobId, float])
+    """When input was last sent to a terminal of a job, in monotonic seconds."""
+
     forwards: Forwards = field(init=False)
     """The ports of jobs that are open for browsers."""
 
@@ -127,6 +133,14 @@ class AppState:
             hint = f"see: rota show {job} --json" if ports else "a role names its ports: ports: [notebook]"
             raise UnknownName(f"{instance} of {job} has no port {name!r} now", hint=hint)
         return ports[name]
+
+    def terminal_used(self, job: JobId) -> None:
+        """Somebody types at a terminal of the job."""
+        self.terminals_used_s[job] = self.clock.monotonic_s()
+
+    def used_s(self, job: JobId) -> float:
+        """When a port or terminal of a job was last used, in monotonic seconds; 0 where none was."""
+        return max(self.forwards.used_s(job), self.terminals_used_s.get(job, 0.0))
 
     @property
     def streams(self) -> int:
@@ -273,7 +287,7 @@ async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
     app = await app_of(request)
     caller: Caller = getattr(request.state, "asker", None) or app.auth.check(auth_request(request))
-    if request.method not in SAFE_METHODS:
+    if request.method not in SAFE_METHODS and request.scope["route"].path != TERMINAL_PATH:
         app.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
     if caller.joins_only and not request.scope["route"].path.startswith(MACHINES_PATH):

@@ -478,9 +478,10 @@ def _scaled(client: Client, job: str, role: str, n: int, timeout_s: float | None
 
 def exec_(
     job: JOB,
-    instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance.")],
+    instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance; JOB/ROLE/N is the same.")] = "",
     *,
-    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="Kill it after this time.")] = "60s",
+    tty: Annotated[bool, Parameter(name=["-it", "--tty"], help="On a terminal, attached to this one.")] = False,
+    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="Kill it after this time (60s).")] = "",
     argv: Annotated[list[str] | None, Parameter(show=False)] = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -488,16 +489,31 @@ def exec_(
 
     It has no input and no terminal, and ends with all it started within the time. The exit status is its own, or 125.
 
+    With -it it has a terminal as long as it runs, and no command means a shell: keys, Ctrl-C too, and the size of the
+    window go to the program; Ctrl-D or its end lead back. Input that is not a terminal is typed into it.
+
     Examples
     --------
+    rota exec -it hello-1
+
     rota exec hello-1 trainer/0 -- nvidia-smi
 
     rota exec hello-1 trainer -t 5m -- sh -c 'py-spy dump --pid $PPID'
     """
     terminal = flags.terminal()
     try:
-        if not argv:
-            raise BadInput("which command?", hint="rota exec JOB ROLE/N -- COMMAND")
+        job, slash, within = job.partition("/")
+        if slash and instance:
+            raise BadInput(f"{job}/{within} names an instance, and {instance} another")
+        instance = within or instance
+        if tty:
+            _refuse_with_tty(timeout, terminal)
+            from rota.service.cli.verbs.terminal import attach
+
+            return attach(flags, job, instance, argv or ())
+        if not argv or not instance:
+            hint = "rota exec JOB ROLE/N -- COMMAND, or rota exec -it JOB for a shell"
+            raise BadInput("which instance?" if argv else "which command?", hint=hint)
         with flags.client() as client:
             done = client.execute(job, instance, argv, timeout_s=ago_s(timeout) or 60.0)
     except RotaError as error:
@@ -509,5 +525,13 @@ def exec_(
     if done["cut"]:
         terminal.note("its output was longer; send it into a file, or through tail")
     if done["timed_out"]:
-        terminal.note(f"it was killed after {timeout}")
+        terminal.note(f"it was killed after {timeout or '60s'}")
     return EXEC_FAILED if done["timed_out"] or done["exit_status"] is None else done["exit_status"]
+
+
+def _refuse_with_tty(timeout: str, terminal: Terminal) -> None:
+    """Raises BadInput for flags that mean nothing with a terminal."""
+    if timeout:
+        raise BadInput(f"--timeout {timeout} goes with a command without -it", hint="a terminal ends with its program")
+    if terminal.json:
+        raise BadInput("--json goes with a command without -it", hint="a terminal has no document")

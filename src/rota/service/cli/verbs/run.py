@@ -19,6 +19,7 @@ from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, lasting, repl
 from rota.service.cli.verbs.live import JobWatch, Ticker, elapsed, live_line
 from rota.service.cli.verbs.logs import log_text
 from rota.service.cli.verbs.sweep import NO_SWEEP, POINTS, SweepFlags, SweepPlan, plan_sweep, run_sweep
+from rota.service.cli.verbs.terminal import refuse_with_shell, shell_job, shell_source
 from rota.service.jobfile.problems import Problem
 from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
@@ -65,6 +66,7 @@ def run(
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
+    shell: Annotated[bool, Parameter(help="A job with a terminal: a shell, or the command after '--'.")] = False,
     sweep: SweepFlags = NO_SWEEP,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -72,6 +74,9 @@ def run(
 
     On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job runs on. Elsewhere it
     returns once the job is durable. The service of this machine is started if none answers.
+
+    With --shell the job is a shell on devices of the cluster: it waits in its queue as others do, its terminal is
+    attached when it starts, and it ends with the shell, or half a minute after this command was killed.
 
     With --sweep it runs the job once for each point. The same command again continues the sweep: no job is repeated.
 
@@ -83,10 +88,15 @@ def run(
 
     rota run -n hello -- python -c "print('hello')"
 
+    rota run --shell --gpus 1 --memory 16GiB
+
     rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
     changes = _changes(set_, name, queue, priority, time_limit, env, after)
-    body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    body = _body(file, ["sh"] if shell else argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    if shell:
+        refuse_with_shell({"-d": detach, "-w": wait, "--timeout": bool(timeout), "--sweep": sweep != NO_SWEEP})
+        body["source"] = shell_source()
     if ignore_image:
         body["ignore_image"] = True
     terminal = flags.terminal()
@@ -112,6 +122,8 @@ def run(
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         for note in unenforced(spec):
             terminal.note(f"note: {note}")
+        if shell:
+            return shell_job(flags, client, handle["id"], argv or ())
         return _watched(flags, client, handle, follow=follow, wait=wait, timeout_s=timeout_s)
 
 

@@ -117,13 +117,16 @@ class ScaleBody(BaseModel):
     n: Annotated[int, Field(ge=1, le=10_000)]
 
 
+Argv = Annotated[list[Annotated[str, Field(max_length=100_000)]], Field(max_length=1000)]
+
+
 class ExecBody(BaseModel):
     """What to run word by word beside which instance, ``role`` or ``role/rank``, and how long at most."""
 
     model_config = ConfigDict(extra="forbid")
 
     instance: Annotated[str, Field(min_length=1, max_length=200)]
-    argv: Annotated[list[Annotated[str, Field(max_length=100_000)]], Field(min_length=1, max_length=1000)]
+    argv: Annotated[Argv, Field(min_length=1)]
     timeout_s: Annotated[float, Field(gt=0, le=EXEC_TIMEOUT_MAX_S)] = 60.0
 
 

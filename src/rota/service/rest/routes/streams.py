@@ -50,12 +50,12 @@ POINTS_MAX = 2000
 
 router = APIRouter(prefix="/api/v1", tags=["streams"], responses=REFUSAL)
 
-_STREAM: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
+STREAM: dict[int | str, JsonObject] = {200: {"content": {EVENT_STREAM: {}}}}
 """What the routes answer beside a page: the same items as they come."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@router.get("/events", response_model=Sent[EventList], responses=_STREAM)
+@router.get("/events", response_model=Sent[EventList], responses=STREAM)
 async def events(
     app: Parts,
     caller: Asker,
@@ -68,10 +68,10 @@ async def events(
 ) -> Response:
     """Every event of the installation after a number: a page, or a stream that resumes by ``Last-Event-ID``."""
     stream = follow or EVENT_STREAM in accept
-    return await _events(app, caller, None, _number(last_event_id, after), limit, type, stream)
+    return await _events(app, caller, None, event_number(last_event_id, after), limit, type, stream)
 
 
-@router.get("/jobs/{job}/events", response_model=Sent[EventList], responses=_STREAM)
+@router.get("/jobs/{job}/events", response_model=Sent[EventList], responses=STREAM)
 async def job_events(
     on: ReadJob,
     after: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
@@ -89,7 +89,7 @@ async def job_events(
     stream = follow or EVENT_STREAM in accept
     if points is not None:
         return await _sampled(on, _known_kind(type), points)
-    return await _events(on.app, on.caller, on.job.id, _number(last_event_id, after), limit, type, stream)
+    return await _events(on.app, on.caller, on.job.id, event_number(last_event_id, after), limit, type, stream)
 
 
 async def _events(
@@ -105,7 +105,7 @@ async def _events(
         return partial(_shown, app, now, app.redactor(now))
 
     if stream:
-        return _stream(app, caller, follow_events(app.loop, view, job=job, after=after, kind=kind))
+        return counted_stream(app, caller, follow_events(app.loop, view, job=job, after=after, kind=kind))
     shown = view()
     records = await asyncio.to_thread(app.loop.log.read, after=after, job=job, limit=limit)
     items = [item for record in records if (item := shown(record)) is not None]
@@ -146,7 +146,7 @@ def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) ->
     return document(EventRecord, record_document(record))
 
 
-@router.get("/jobs/{job}/logs", response_model=Sent[LogPage], responses=_STREAM)
+@router.get("/jobs/{job}/logs", response_model=Sent[LogPage], responses=STREAM)
 async def logs(
     on: ReadJob,
     instance: str = "",
@@ -191,7 +191,7 @@ async def logs(
         def check() -> None:
             app.read(app.auth.renewed(caller), job.id)
 
-        return _stream(app, caller, follow_logs(app.loop, job, sources, query, check))
+        return counted_stream(app, caller, follow_logs(app.loop, job, sources, query, check))
     lines, offsets = await elsewhere.in_thread(partial(read_page, sources, query))
     notices = elsewhere.notices()
     if "text/plain" in accept:
@@ -216,12 +216,14 @@ class _Counted(StreamingResponse):
             self._app.close_stream(self._user)
 
 
-def _stream(app: AppState, caller: Caller, frames: AsyncIterator[bytes]) -> StreamingResponse:
+def counted_stream(app: AppState, caller: Caller, frames: AsyncIterator[bytes]) -> StreamingResponse:
+    """Server-sent events, counted among those of the caller. Raises LimitExceeded."""
     app.open_stream(caller.user)
     return _Counted(app, caller.user, frames)
 
 
-def _number(last_event_id: str, after: int) -> int:
+def event_number(last_event_id: str, after: int) -> int:
+    """Where a stream continues. Raises BadInput."""
     if not last_event_id:
         return after
     if not last_event_id.isdecimal() or len(last_event_id) > len(str(NUMBER_MAX)):

@@ -71,7 +71,19 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
         *_check_weights(spec),
         *_check_success(spec),
         *_check_loops(spec),
+        *_check_folders(spec),
     )
+
+
+def _check_folders(spec: JobSpec) -> Iterator[Finding]:
+    """What is written to is a folder: only ``data`` may be a URL."""
+    hint = "name a folder that is mounted on every machine; rota cp copies what a job wrote"
+    folders = ((("output",), spec.output), (("checkpoint", "dir"), spec.checkpoint and spec.checkpoint.dir))
+    for path, folder in folders:
+        if folder and "://" in folder:
+            yield Finding(
+                path=path, message=f"{folder!r} is a URL, and nothing writes to one", hint=hint, code="NOT_SUPPORTED"
+            )
 
 
 def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
@@ -95,6 +107,9 @@ def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
             message = f"{why}, and {name} would act on the process of the service that opens it"
             hint = "store the secret under another name, and set the variable in the command"
             yield Finding(path=("secrets", index), message=message, hint=hint, code="NOT_SUPPORTED")
+    if spec.data_url:
+        message, hint = f"{why}, and data is fetched as the service", "mount it, and name the path"
+        yield Finding(path=("data",), message=message, hint=hint, code="NOT_SUPPORTED")
     for role in spec.roles:
         at: Path = ("roles", role.name)
         if role.run is None:

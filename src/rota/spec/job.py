@@ -369,6 +369,11 @@ class JobSpec(JsonValue):
     seed: int = 0
     spec_version: int = SPEC_VERSION
 
+    @property
+    def data_url(self) -> str | None:
+        """The URL that ``data`` is, of which each machine has a copy; None for a path, which is there."""
+        return self.data if self.data and "://" in self.data else None
+
     def role(self, name: str) -> RoleSpec:
         """The role of that name. Raises KeyError."""
         for role in self.roles:

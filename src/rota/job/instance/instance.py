@@ -37,7 +37,7 @@ from rota.job.instance import tenant
 from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
-from rota.job.instance.spmd import CommandRunner, run_setup, setup_environment
+from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_environment
 from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
@@ -115,6 +115,7 @@ class Instance:
         )
         self._ports = choose_ports(self._config.role)
         self._terminals = Terminals(clock)
+        self._data: int | None = None
         self._load, self._devices = Load(clock, own_id()), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._runner: Runner = self._make_runner()
@@ -300,6 +301,8 @@ class Instance:
         if has_copies(self._config.spec):
             threading.Thread(target=checkpoint.serve, name="rota-store", daemon=True).start()
         with UserCode() as forming, self._config.marks.running(SETTING_UP):
+            if self._data is None:
+                self._data = await fetch_data(self._config)
             await run_setup(self._config)
             await self._runner.form(setup)
         if forming.failed:

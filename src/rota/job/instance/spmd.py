@@ -23,6 +23,8 @@ from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet,
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
+from rota.runtime.data_cache import FETCH_MAX_S, hold
+from rota.runtime.environ import export
 from rota.runtime.output import tail_lines
 from rota.runtime.packages import interpreter
 from rota.runtime.probe import plain_file, requested_stacks, stacks_of
@@ -448,6 +450,26 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
 def setup_environment(config: InstanceConfig, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str] | None:
     """Variables of a command beside the ranks, with ``more``; None: those of this process."""
     return tenant.environment({**tenant.variables(config), **more}, config, more) if config.spec.run_as else None
+
+
+async def fetch_data(config: InstanceConfig) -> int | None:
+    """The data that the job names by URL, as the folder ``ROTA_DATA_DIR`` of this machine.
+
+    A descriptor that keeps it there, None without such data. Raises CommandFailed.
+    """
+    if (url := config.spec.data_url) is None:
+        return None
+    argv = (sys.executable, "-m", "rota.runtime.data_cache", "fetch", config.place.home, url)
+    while True:
+        with config.marks.quiet("its data, which is fetched", FETCH_MAX_S):
+            done = await process.execute_command(argv, timeout_s=FETCH_MAX_S)
+        if done["exit_status"] != 0:
+            text = (done["stderr"].strip().splitlines()[-1:] or [f"it took more than {FETCH_MAX_S:.0f} s"])[0]
+            raise CommandFailed(f"data: {text}", reason=Reason.DATA_UNREACHABLE, traceback_text=done["stderr"])
+        with contextlib.suppress(FileNotFoundError):  # removed for other data meanwhile
+            held = hold(Path(done["stdout"]))
+            export("ROTA_DATA_DIR", done["stdout"])
+            return held
 
 
 async def run_setup(config: InstanceConfig) -> None:

@@ -378,7 +378,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         "PYTHONUNBUFFERED": "1",
         secrets.VARIABLE: " ".join((place.owner, *spec.secrets)) if spec.secrets else "",
     }
-    if spec.data is not None:
+    if spec.data is not None and not spec.data_url:  # a copy of it is named by the instance
         env["ROTA_DATA_DIR"] = spec.data
     return InstanceSpec(
         job=place.job,

@@ -11,8 +11,9 @@ from typing import Any
 from rota.cluster.live import Scheduler, SchedulingOutcome
 from rota.runtime.clock import Clock
 from rota.runtime.event_log.interface import EventLog, Writer
+from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.service.control.engine import Engine
-from rota.service.control.submission import Refused, inspect_workloads, install_packages
+from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
@@ -318,7 +319,9 @@ class ServiceLoop:
     async def _inspect(self, history: JobHistory) -> None:
         # Not among the inspections, which are few at once: a download may take minutes.
         spec = history.spec
-        installed = await install_packages(spec, history.submitted.workdir)
+        here = not any((FILES_LABEL, OWN_FILES) in node.labels for node in self.installation.usable_nodes())
+        fetched = await fetch_data(spec, history.submitted.user, here=here)
+        installed = fetched or await install_packages(spec, history.submitted.workdir)
         async with self._inspections:
             refused = isinstance(installed, Refused)
             found = installed if refused else await inspect_workloads(spec, history.submitted.workdir)

@@ -14,9 +14,11 @@ from pathlib import Path
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
+from rota.runtime.data_cache import FETCH_MAX_S, url_refused
 from rota.runtime.environ import Home
 from rota.runtime.packages import python_of
 from rota.runtime.process import execute_command
+from rota.runtime.secrets import VARIABLE
 from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
 from rota.spec.check import Finding, image_refused
@@ -75,6 +77,29 @@ def check_image(spec: JobSpec, given: Submission) -> None:
     """Raises JobFileError for an image that was not said to be ignored."""
     if not given.ignore_image and (found := image_refused(spec)):
         raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
+
+
+def check_data(spec: JobSpec, given: Submission) -> None:
+    """Raises JobFileError for a URL of data whose store is not known here; blocks while libraries are imported."""
+    wrong, remedy = url_refused(spec.data_url) if spec.data_url else ("", "")
+    if wrong:
+        found = (Finding(path=("data",), message=wrong, hint=remedy, code="NOT_SUPPORTED"),)
+        raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
+
+
+async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None:
+    """Why the data that a job names by URL cannot be had; fetched to this machine where jobs run ``here`` alone."""
+    if spec.data_url is None:
+        return None
+    secrets = {VARIABLE: " ".join((owner, *spec.secrets)) if spec.secrets else ""}
+    command = (sys.executable, "-m", "rota.runtime.data_cache", "fetch" if here else "check")
+    argv, env = (*command, str(Home.find().root), spec.data_url), environ.snapshot() | dict(spec.env) | secrets
+    done = await execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
+    if done["exit_status"] == 0:
+        return None
+    last = done["stderr"].strip().splitlines()[-1:] or [f"it took more than {FETCH_MAX_S:.0f} s"]
+    fault = Finding(path=("data",), message=last[0], code=str(Reason.DATA_UNREACHABLE))
+    return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,), traceback=done["stderr"])
 
 
 async def with_interfaces(spec: JobSpec, given: Submission) -> JobSpec:

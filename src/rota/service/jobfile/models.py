@@ -430,7 +430,9 @@ class JobPart(Part):
     )
     checkpoint: CheckpointPart = optional("durable checkpoints")
     workdir: PathWord = optional("where the code is", default="folder of the file")
-    data: PathWord = optional("`$ROTA_DATA_DIR`")
+    data: PathWord = optional(
+        "`$ROTA_DATA_DIR`: a path, or a URL (`s3://`, `hf://`, `https://`) that each machine copies"
+    )
     output: PathWord = optional("`$ROTA_OUTPUT_DIR` is a folder for this job below it")
     env: Literals = optional("environment variables of every role")
     packages: Packages = optional("those of every role, before its own")

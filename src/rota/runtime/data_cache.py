@@ -1,0 +1,299 @@
+"""Data of jobs by URL: fetched once a machine into a bounded cache, named by its content.
+
+``python -m rota.runtime.data_cache fetch HOME URL`` prints the folder; ``check HOME URL`` the size, when it would fit.
+It is a process of its own: libraries for object stores are large, and keep threads and connections. Progress and, with
+status 1, what is wrong are lines on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from rota.runtime import environ, process
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.secrets import open_from_environ
+from rota.spec.errors import did_you_mean
+from rota.spec.resources import format_size, parse_size
+
+LIMIT = "ROTA_DATA_CACHE"
+"""Variable of a machine: most bytes of its cache, such as ``500GiB``; by default ``SHARE`` of its disk."""
+SHARE = 0.2
+FETCH_MAX_S = 6 * 3600.0
+"""Longest time for one fetch, also by another process that is waited for."""
+TRIES_S = (1.0, 4.0, 15.0)
+"""Pauses before further tries of one file."""
+FILES_MAX = 1_000_000
+SAY_EVERY_S = 5.0
+_MARKS = (
+    "etag",
+    "mtime",
+    "lastmodified",
+    "last_modified",
+    "updated",
+    "checksum",
+    "md5hash",
+    "sha256",
+    "blob_id",
+    "oid",
+)
+"""What stores say of the content of a file, in small letters."""
+T = TypeVar("T")
+
+
+class DataFailed(Exception):
+    """What a URL names cannot be had or kept; the message says why, and what to do."""
+
+
+class DataMissing(DataFailed):
+    """A URL names nothing: no use to try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A file of a URL: its path in the store, its name below the URL, its bytes, what says that it is another one."""
+
+    path: str
+    name: str
+    bytes: int
+    mark: str
+
+
+def url_refused(url: str) -> tuple[str, str]:
+    """What is wrong with a URL before anything is asked, and what to do; empty when nothing is."""
+    try:
+        from fsspec.registry import get_filesystem_class, known_implementations, registry  # noqa: PLC0415 - optional
+    except ImportError:
+        return f"{url} needs fsspec", "pip install fsspec, in the environment of the service"
+    protocol = url.partition("://")[0]
+    if protocol not in known_implementations and protocol not in registry:
+        return f"no store has the scheme {protocol!r}", did_you_mean(protocol, known_implementations) or "s3, hf, https"
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        return f"{url} needs a library: {error}", f"pip install {package}, in the environment of the service"
+    return "", ""
+
+
+def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The folder on this machine with what a URL names, fetched unless it is there; its files as they are now.
+
+    Use ``hold`` before the next ``fetch`` may remove it. Raises DataFailed.
+    """
+    cache = _cache_of(home)
+    store, files = _listed(url)
+    folder = cache / _key(url, files)
+    with process.locked(folder.with_suffix(".making"), wait_s=FETCH_MAX_S):
+        if not folder.exists():
+            total = sum(one.bytes for one in files)
+            _make_room(cache, folder.name, url, total)
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                _fetch_all(store, files, partial, total, say)
+                partial.rename(folder)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                folder.with_suffix(".bytes").unlink(missing_ok=True)
+                raise
+    folder.touch()
+    return folder
+
+
+def check(home: environ.Home, url: str) -> int:
+    """How many bytes a URL names. Raises DataFailed where nothing is there, or more than the cache may have."""
+    cache = _cache_of(home)
+    wanted = sum(one.bytes for one in _listed(url)[1])
+    if wanted > (limit := limit_of(cache)):
+        raise _too_large(url, wanted, limit, "")
+    return wanted
+
+
+def _cache_of(home: environ.Home) -> Path:
+    cache = home.root / "cache" / "data"
+    cache.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+    return cache
+
+
+def _too_large(what: str, wanted: int, limit: int, kept: str) -> DataFailed:
+    text = f"{what} is {format_size(wanted)}; the cache may have {format_size(limit)}{kept}"
+    return DataFailed(f"{text}: set {LIMIT} to more for the service, or mount it and name the path")
+
+
+def hold(folder: Path) -> int:
+    """Keep the folder of ``fetch`` for as long as the descriptor is open. Raises FileNotFoundError when it is gone."""
+    use = os.open(folder.with_suffix(".use"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    if process.try_lock(use, shared=True) and folder.exists():
+        return use
+    os.close(use)
+    raise FileNotFoundError(str(folder))
+
+
+def limit_of(cache: Path) -> int:
+    """Most bytes that the cache may have. Raises DataFailed for a variable that is no size."""
+    if not (text := environ.get(LIMIT)):
+        return int(shutil.disk_usage(cache).total * SHARE)
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise DataFailed(f"{LIMIT}={text}: {error}") from None
+
+
+def _make_room(cache: Path, name: str, url: str, wanted: int) -> None:
+    """Remove what was not used for the longest time and is not in use, until so much more fits; then take it."""
+    with process.locked(cache / "room.lock"):
+        sizes = {path.stem: int(path.read_text() or 0) for path in cache.glob("*.bytes") if path.stem != name}
+        total, limit = sum(sizes.values()), limit_of(cache)
+        for one in sorted(sizes, key=lambda key: _used_s(cache / key)):
+            if total + wanted <= limit:
+                break
+            if _removed(cache / one):
+                total -= sizes[one]
+        if total + wanted > limit:
+            kept = f", of which jobs that run use {format_size(total)}" if total else ""
+            raise _too_large(url, wanted, limit, kept)
+        (cache / f"{name}.bytes").write_text(str(wanted))
+
+
+def _used_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # being fetched, or left over by a fetch that was killed
+        return 0.0
+
+
+def _removed(folder: Path) -> bool:
+    """Remove data that nobody uses or fetches; False while somebody does."""
+    with contextlib.ExitStack() as stack:
+        for suffix in (".making", ".use"):
+            lock = os.open(folder.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+            stack.callback(os.close, lock)
+            if not process.try_lock(lock):
+                return False
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.with_suffix(".partial"), ignore_errors=True)
+        folder.with_suffix(".bytes").unlink(missing_ok=True)
+    return True
+
+
+def _key(url: str, files: list[_Remote]) -> str:
+    parts = [[one.name, one.bytes, one.mark] for one in files]
+    return hashlib.sha256(json.dumps([url, parts]).encode()).hexdigest()[:24]
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    wrong, remedy = url_refused(url)
+    if wrong:
+        raise DataFailed(f"{wrong}: {remedy}")
+    from fsspec.core import url_to_fs  # noqa: PLC0415 - optional
+
+    with _named(url):
+        return url_to_fs(url)
+
+
+@contextlib.contextmanager
+def _named(url: str) -> Iterator[None]:
+    """Whatever a store raises, as DataFailed with the URL."""
+    try:
+        yield
+    except DataFailed:
+        raise
+    except FileNotFoundError:
+        raise DataMissing(f"{url} does not exist, or these credentials do not see it") from None
+    except Exception as error:  # noqa: BLE001 - each store has exceptions of its own
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise DataFailed(f"{url}: {text}") from None
+
+
+def _listed(url: str) -> tuple[Any, list[_Remote]]:
+    """The store and every file of a URL, in order. Raises DataFailed."""
+    store, root = _opened(url)
+    with _named(url):
+        found: dict[str, dict[str, Any]] = _tried(url, lambda: store.find(root, detail=True))
+        if not found:
+            store.info(root)
+            raise DataFailed(f"{url} has no files")
+        if len(found) > FILES_MAX:
+            raise DataFailed(f"{url} has {len(found)} files; the most is {FILES_MAX}: pack them")
+        return store, [_remote(store, root, path, info) for path, info in sorted(found.items())]
+
+
+def _remote(store: Any, root: str, path: str, info: dict[str, Any]) -> _Remote:
+    if info.get("size") is None:
+        info = {**info, **store.info(path)}
+    below = path.removeprefix(root.rstrip("/")).strip("/")
+    name = below if path != root and below else PurePosixPath(path.rstrip("/")).name
+    if not name or ".." in PurePosixPath(name).parts:
+        raise DataFailed(f"{path} is not the name of a file below {root}")
+    marks = {key.lower(): str(value) for key, value in info.items() if key.lower() in _MARKS}
+    return _Remote(path=path, name=name, bytes=int(info.get("size") or 0), mark=json.dumps(marks, sort_keys=True))
+
+
+def _fetch_all(store: Any, files: list[_Remote], target: Path, total: int, say: Callable[[str], None]) -> None:
+    clock, done = SystemClock(), 0
+    said_s = clock.monotonic_s()
+    target.mkdir(mode=environ.PRIVATE_DIR)
+    say(f"data: fetching {len(files)} files, {format_size(total)}")
+    for one in files:
+        place = target / one.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _tried(one.path, lambda one=one, place=place: store.get_file(one.path, str(place)))
+        if one.bytes and place.stat().st_size != one.bytes:
+            raise DataFailed(f"{one.path} was {one.bytes} bytes and is {place.stat().st_size}: it changes; try again")
+        place.chmod(0o444)  # the next job has the same files
+        done += one.bytes
+        if clock.monotonic_s() - said_s > SAY_EVERY_S:
+            said_s = clock.monotonic_s()
+            say(f"data: {format_size(done)} of {format_size(total)}")
+    say("data: fetched")
+
+
+def _tried(what: str, act: Callable[[], T]) -> T:
+    """Do it, again after a pause when it fails. Raises DataFailed."""
+    for pause_s in TRIES_S:
+        try:
+            with _named(what):
+                return act()
+        except DataMissing:
+            raise
+        except DataFailed as error:
+            _say(f"data: {error}; trying again")
+            blocking_sleep(pause_s)
+    with _named(what):
+        return act()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """What the arguments name, with the secrets of the job as variables."""
+    try:
+        os.environ.update(open_from_environ(os.environ))
+        match arguments:
+            case ["fetch", home, url]:
+                found = fetch(environ.Home.of(home), url, _say)
+                sys.stdout.write(str(found))
+            case ["check", home, url]:
+                sys.stdout.write(str(check(environ.Home.of(home), url)))
+            case _:
+                raise DataFailed(__doc__ or "")
+    except DataFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

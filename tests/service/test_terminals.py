@@ -142,21 +142,21 @@ def test_the_command_types_what_comes_on_its_input_and_ends_as_the_program(tmp_p
 
 
 def test_what_a_shell_is_as_a_job_and_what_does_not_go_with_it() -> None:
-    made = json.loads(verb.shell_source())
+    made = json.loads(verb.shell_source({}))
     assert (made["name"], made["idle_limit"], made["roles"]["main"]["fail"]) == (
         "shell",
         "1h",
         {"limit": "0/10m", "then": []},
     )
     with pytest.raises(BadInput, match="-d does not go with --shell"):
-        verb.refuse_with_shell({"-w": False, "-d": True})
+        verb.shell_source({"-w": False, "-d": True})
 
 
 def test_the_job_of_a_shell_lasts_as_long_as_what_its_terminal_wrote_down(tmp_path: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "ROTA_OUTPUT_DIR": str(tmp_path)}
     (tmp_path / ".shell").write_text("1")  # of an earlier attempt
     program = subprocess.Popen(["sleep", "600"])
-    held = subprocess.Popen(json.loads(verb.shell_source())["roles"]["main"]["run"], env=env)
+    held = subprocess.Popen(json.loads(verb.shell_source({}))["roles"]["main"]["run"], env=env)
     try:
         while (tmp_path / ".shell").exists():
             time.sleep(0.02)

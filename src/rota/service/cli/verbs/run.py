@@ -19,7 +19,7 @@ from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, lasting, repl
 from rota.service.cli.verbs.live import JobWatch, Ticker, elapsed, live_line
 from rota.service.cli.verbs.logs import log_text
 from rota.service.cli.verbs.sweep import NO_SWEEP, POINTS, SweepFlags, SweepPlan, plan_sweep, run_sweep
-from rota.service.cli.verbs.terminal import refuse_with_shell, shell_job, shell_source
+from rota.service.cli.verbs.terminal import shell_job, shell_source
 from rota.service.jobfile.problems import Problem
 from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
@@ -66,7 +66,7 @@ def run(
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
-    shell: Annotated[bool, Parameter(help="A job with a terminal: a shell, or the command after '--'.")] = False,
+    shell: Annotated[bool, Parameter(help="A job with a terminal, which ends with its shell or command.")] = False,
     sweep: SweepFlags = NO_SWEEP,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -75,16 +75,11 @@ def run(
     On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job runs on. Elsewhere it
     returns once the job is durable. The service of this machine is started if none answers.
 
-    With --shell the job is a shell on devices of the cluster: it waits in its queue as others do, its terminal is
-    attached when it starts, and it ends with the shell, or half a minute after this command was killed.
-
     With --sweep it runs the job once for each point. The same command again continues the sweep: no job is repeated.
 
     Examples
     --------
     rota run job.yaml --set roles.trainer.replicas=4
-
-    rota run job.yaml --dry-run
 
     rota run -n hello -- python -c "print('hello')"
 
@@ -95,8 +90,7 @@ def run(
     changes = _changes(set_, name, queue, priority, time_limit, env, after)
     body = _body(file, ["sh"] if shell else argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     if shell:
-        refuse_with_shell({"-d": detach, "-w": wait, "--timeout": bool(timeout), "--sweep": sweep != NO_SWEEP})
-        body["source"] = shell_source()
+        body["source"] = shell_source({"-d": detach, "-w": wait, "--timeout": timeout, "--sweep": sweep != NO_SWEEP})
     if ignore_image:
         body["ignore_image"] = True
     terminal = flags.terminal()

@@ -46,17 +46,16 @@ p=$(cat "$f"); while kill -0 "$p" 2>/dev/null; do sleep 0.5; done; rm -f "$f"
 _SHELL = "command -v bash >/dev/null && exec bash; exec sh"
 
 
-def shell_source() -> str:
-    """A job that holds what it asked for as long as its terminal lasts, and begins no second one by itself."""
-    role = {"run": ["/bin/sh", "-c", _HOLD], "fail": {"limit": "0/10m", "then": []}}
-    return json.dumps({"name": "shell", "idle_limit": IDLE_LIMIT, "roles": {"main": role}}, indent=1)
+def shell_source(others: Mapping[str, object]) -> str:
+    """A job that holds what it asked for as long as its terminal lasts, and begins no second one by itself.
 
-
-def refuse_with_shell(others: Mapping[str, bool]) -> None:
-    """Raises BadInput for a flag of ``run`` that means nothing with ``--shell``."""
+    Raises BadInput for one of the ``others``, flags of ``run`` that mean nothing with ``--shell``, that was given.
+    """
     for flag, given in others.items():
         if given:
             raise BadInput(f"{flag} does not go with --shell", hint="its terminal is attached until the shell ends")
+    role = {"run": ["/bin/sh", "-c", _HOLD], "fail": {"limit": "0/10m", "then": []}}
+    return json.dumps({"name": "shell", "idle_limit": IDLE_LIMIT, "roles": {"main": role}}, indent=1)
 
 
 def shell_job(flags: Flags, client: Client, job: str, argv: Sequence[str]) -> int:

@@ -183,6 +183,6 @@ def test_folders_made_where_the_job_may_write_follow_none_of_its_links(
     (own / "home" / "link").symlink_to(outside)
     (own / "file").write_text("")
     for name in ("link/new", "home/link", "home/link/new", "file"):
-        with pytest.raises(isolation.CannotIsolate, match="is no folder; the job must remove it"):
+        with pytest.raises(isolation.CannotIsolate, match="is not a folder; the job must remove it"):
             isolation.made(str(own / name))
     assert not list(outside.iterdir())

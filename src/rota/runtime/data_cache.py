@@ -139,7 +139,7 @@ def hold(folder: Path) -> int:
 
 
 def limit_of(cache: Path) -> int:
-    """Most bytes that the cache may have. Raises DataFailed for a variable that is no size."""
+    """Most bytes that the cache may have. Raises DataFailed for a variable that is not a size."""
     if not (text := environ.get(LIMIT)):
         return int(shutil.disk_usage(cache).total * SHARE)
     try:
@@ -172,7 +172,7 @@ def _used_s(folder: Path) -> float:
 
 
 def _removed(folder: Path) -> bool:
-    """Remove data that nobody uses or fetches; False while somebody does."""
+    """Remove data that is neither in use nor being fetched; False where it is."""
     with contextlib.ExitStack() as stack:
         for suffix in (".making", ".use"):
             lock = os.open(folder.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)

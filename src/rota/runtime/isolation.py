@@ -97,7 +97,7 @@ def made(path: str) -> int:
                     pass
                 here = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
             except NotADirectoryError:
-                raise CannotIsolate(f"{path}: {name} is there and is no folder; the job must remove it") from None
+                raise CannotIsolate(f"{path}: {name} is not a folder; the job must remove it") from None
             finally:
                 os.close(above)
     return here

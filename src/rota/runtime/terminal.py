@@ -26,17 +26,17 @@ from rota.runtime.process import ProcessId
 TERMINALS_MAX = 8
 """Open ones beside one instance."""
 AWAY_S, SILENT_S = 30.0, 120.0
-"""A terminal is hung up when nobody read or wrote for ``AWAY_S``, or only read for ``SILENT_S``.
+"""A terminal is hung up when it was neither read nor written for ``AWAY_S``, or only read for ``SILENT_S``.
 
 Who only reads may be a connection whose other end is gone.
 """
 LOOK_S = 1.0
 ENDED_KEPT_S = 60.0
-"""For so long the end of a program can be asked for."""
+"""How long the end of a program can be asked for."""
 CHUNK_BYTES = 32_768
 """Most output in one answer: it is one message of the gateway, which keeps answers for who repeats a request."""
 BEHIND_BYTES_MAX = 4 * CHUNK_BYTES
-"""Output that nobody has fetched; at this the program waits."""
+"""Output that was not fetched; at this the program waits."""
 KEPT_BYTES = 8 * CHUNK_BYTES
 """Output that was fetched and can be again, after a lost connection."""
 HANGUP_S = 5.0

@@ -71,7 +71,7 @@ def own_variables(config: InstanceConfig) -> dict[str, str]:
 def environment(found: Mapping[str, str], config: InstanceConfig, given: Collection[str] = ()) -> dict[str, str]:
     """The variables under which ``isolation`` starts: those of the command under other names, and nothing else.
 
-    The command has what the job file and ``given`` set, what an instance is told of its job (``_KEPT_OF_ROTA``), and
+    The command has what the job file and ``given`` set, the variables of an instance (``_KEPT_OF_ROTA``), and
     from the environment of the service what programs, devices and their libraries need (``_KEPT``,
     ``_KEPT_PREFIXES``). Under their own names the loader and the interpreter would act on them before the user is
     changed.

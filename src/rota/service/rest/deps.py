@@ -135,7 +135,7 @@ class AppState:
         return ports[name]
 
     def terminal_used(self, job: JobId) -> None:
-        """Somebody types at a terminal of the job."""
+        """A user types at a terminal of the job."""
         self.terminals_used_s[job] = self.clock.monotonic_s()
 
     def used_s(self, job: JobId) -> float:

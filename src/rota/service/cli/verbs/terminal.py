@@ -38,7 +38,7 @@ END_OF_INPUT = b"\x04"
 _PID = '"$ROTA_OUTPUT_DIR/.shell"'
 _HOLD = f"""f={_PID}; rm -f "$f"; n=0
 while [ ! -s "$f" ]; do
-  n=$((n+1)); [ $n -le 600 ] || {{ echo "nobody opened the terminal for five minutes" >&2; exit 1; }}; sleep 0.5
+  n=$((n+1)); [ $n -le 600 ] || {{ echo "no terminal was opened within five minutes" >&2; exit 1; }}; sleep 0.5
 done
 p=$(cat "$f"); while kill -0 "$p" 2>/dev/null; do sleep 0.5; done; rm -f "$f"
 """
@@ -106,7 +106,7 @@ def _started(flags: Flags, client: Client, terminal: Terminal, job: str) -> bool
 def attach(flags: Flags, job: str, instance: str, argv: Sequence[str]) -> int:
     """Run a command on a terminal beside an instance, attached to this one; its exit status, or ``LOST``.
 
-    Input that is no terminal is typed into it, then Ctrl-D. Raises what ``Client.open_terminal`` raises.
+    Input that is not a terminal is typed into it, then Ctrl-D. Raises what ``Client.open_terminal`` raises.
     """
     terminal = flags.terminal()
     with flags.client() as client, flags.client() as typing:

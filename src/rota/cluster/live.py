@@ -162,6 +162,8 @@ class Scheduler:
         """Fold one record of the log, of any kind; kinds that do not concern scheduling change nothing."""
         match record.event:
             case NodeJoined(node=node):
+                if node.id in self._lost:  # else its place would depend on when the state was read in between
+                    self._nodes.pop(node.id, None)
                 self._nodes[node.id] = node
                 self._lost.discard(node.id)
                 self._drains.pop(node.id, None)

@@ -37,7 +37,7 @@ CALLED_BY_NAME = {
 PUBLIC = {
     # written in pages for users, who are outside this tree
     "ShardedEmbedding", "nack", "data_parallel", "weights_version", "load_weights", "save_weights",
-    "evaluate",
+    "evaluate", "put_many",
     # a document that is described and not built here: its writer makes it from a record
     "Notice",
 }  # fmt: skip

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -244,7 +245,7 @@ def test_joining_and_leaving_again_and_again_leaves_no_descriptor_open(home: Pat
     once = descriptors()
     for _ in range(5):
         use()
-    assert descriptors() == once
+    assert not Counter(descriptors()) - Counter(once), "those of earlier tests may be closed meanwhile"
 
 
 def test_a_closed_client_does_not_end_the_locks_of_another_in_the_same_process(plane: Plane) -> None:

@@ -99,7 +99,7 @@ def test_more_cells_than_there_are_is_a_configuration_error_with_numbers() -> No
     ("path", "change", "said"),
     [
         ("pair.rack", {}, "a: pair.rack: a pair has no rack in it"),
-        ("row", {}, "a: row: there is no physical cell of kind row"),
+        ("row", {}, "a: row: no physical cell has the kind row"),
         ("pair", {"gpu": CellType(child="pair", count=1)}, "would lie in itself: gpu4 > gpu > pair > node > gpu4"),
     ],
 )

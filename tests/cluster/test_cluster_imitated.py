@@ -260,7 +260,7 @@ def test_what_runs_keeps_its_cells_when_the_queues_change() -> None:
 @pytest.mark.parametrize(
     ("queue", "said"),
     [
-        (Queue(path="q", pinned=("r9",)), "there is no node or rack 'r9'"),
+        (Queue(path="q", pinned=("r9",)), "no node or rack has the name 'r9'"),
         (Queue(path="q", cells=(OwnedCells(level="rack", count=3),)), "3 cells of level rack are owned, there are 2"),
     ],
 )

@@ -315,8 +315,8 @@ def test_a_limit_of_a_queue_holds_for_all_below_it() -> None:
     assert (waits.reason, waits.fields["queue"]) == (Reason.QUOTA_LIMIT, "team")
     assert log.scheduler.find_queue("team") is not None
     assert log.scheduler.find_queue("team/a") is None
-    assert log.scheduler.find_queue("team/q") == "there is no queue 'team/q'; did you mean 'team/b'?"
-    assert log.scheduler.find_queue("x") == "there is no queue 'x'; queues: team, team/a, team/b"
+    assert log.scheduler.find_queue("team/q") == "queue 'team/q' does not exist; did you mean 'team/b'?"
+    assert log.scheduler.find_queue("x") == "queue 'x' does not exist; queues: team, team/a, team/b"
     assert queue_from_json({"path": "q", "limit": {"gpus": 4}}).limit == Res(cpus=0, gpus=4)
 
 

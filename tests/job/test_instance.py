@@ -192,7 +192,7 @@ def test_a_call_that_comes_again_after_its_answer_was_forgotten_is_refused_and_d
             assert await instance.call([str(number), name, 1, 1, {}, True]) == number + 1
         assert await instance.call(["3", name, 1, 1, {}, True]) == 4, "this answer is still there"
         again = await instance.call(["0", name, 1, 1, {}, True])
-        assert isinstance(again, Refusal) and again.kind == "failed" and "no longer kept" in again.text
+        assert isinstance(again, Refusal) and again.kind == "failed" and "was dropped" in again.text
         body: Any = instance._runner
         assert body._formed.object.runs == 4
         reported = instance._failure is not None

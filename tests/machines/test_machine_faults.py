@@ -110,7 +110,9 @@ def loses(job: Watched, instance: str, fault: Callable[[Watched, str, Machine], 
 def test_a_machine_that_is_cut_off_or_loses_its_power(
     job: Watched, fault: Callable[[Watched, str, Machine], None], instance: str
 ) -> None:
+    before = job.commits()
     loses(job, instance, fault)
+    assert (job.state, job.commits() > before) == ("RUNNING", True), job.events()[-20:]
 
 
 @long
@@ -137,7 +139,9 @@ def test_power_cuts_in_a_row_cost_no_commit_that_another_machine_had(job: Watche
     """``--stops`` of them, in turn of the machine of the state and of the loop."""
     for n in range(stops):
         leave_the_head(job)
+        before = job.commits()
         loses(job, ("counter/0", "loop/0")[n % 2], power)
+        assert job.commits() > before, job.events()[-20:]
         back = [one for one in job.events() if one["kind"] == "RolledBack"]
         again = sum(one["from_commit"] - one["to_commit"] for one in back)
         print(

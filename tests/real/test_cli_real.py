@@ -39,9 +39,12 @@ class Installation:
         self.env.pop("ROTA_SERVER", None)
         self.command = [sys.executable, "-m", "rota"]
 
-    def rota(self, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    def rota(
+        self, *words: str, stdin: str | None = None, timeout_s: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.command, *words],
+            input=stdin,
             env=self.env,
             cwd=self.folder,
             capture_output=True,

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
 import termios
 import time
 from pathlib import Path
@@ -92,17 +91,7 @@ def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_pr
 
 def test_exec_on_a_terminal_takes_its_input_from_a_pipe_and_names_what_is_wrong(installation: Installation) -> None:
     hold(installation)
-    words = [*installation.command, "exec", "-it", "held-1/main/0", "--", "sh"]
-    done = subprocess.run(
-        words,
-        input="echo sum=$((40+2))\n",
-        env=installation.env,
-        cwd=installation.folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = installation.rota("exec", "-it", "held-1/main/0", "--", "sh", stdin="echo sum=$((40+2))\n")
     assert (done.returncode, "sum=42" in done.stdout) == (0, True), done
     missing = installation.rota("exec", "-it", "held-1", "--", "no-such-program")
     assert (missing.returncode, "no-such-program: No such file" in missing.stdout) == (127, True), missing

@@ -95,20 +95,19 @@ LONG: dict[str, tuple[Fills, tuple[str, ...]]] = {
 """Those that run jobs."""
 
 
-def type_how_to(page: str, folder: Path, home: Path, fills: Fills, words: tuple[str, ...]) -> None:
-    out = typed(f"../how-to/{page}.md", folder, home, *fills)
-    assert [word for word in words if word not in out] == [], out
-
-
 @pytest.mark.parametrize("page", SHORT)
 def test_a_how_to_page_is_typed_as_it_is(page: str, engine_home: Path, tmp_path: Path) -> None:
-    type_how_to(page, tmp_path, engine_home, *SHORT[page])
+    fills, words = SHORT[page]
+    out = typed(f"../how-to/{page}.md", tmp_path, engine_home, *fills)
+    assert [word for word in words if word not in out] == [], out
 
 
 @deep
 @pytest.mark.parametrize("page", LONG)
 def test_a_how_to_page_with_jobs_is_typed_as_it_is(page: str, engine_home: Path, tmp_path: Path) -> None:
-    type_how_to(page, tmp_path, engine_home, *LONG[page])
+    fills, words = LONG[page]
+    out = typed(f"../how-to/{page}.md", tmp_path, engine_home, *fills)
+    assert [word for word in words if word not in out] == [], out
 
 
 def test_every_page_with_commands_is_typed_by_a_test_or_says_why_not() -> None:

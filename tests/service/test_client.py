@@ -127,7 +127,7 @@ def test_events_follow_to_the_end_and_an_async_client_sees_the_same(tmp_path: Pa
     [
         (lambda c: c.job("nope"), UnknownName, "no job 'nope'"),
         (lambda c: c.run("name: t\nroles: {a: {runn: x}}\n"), JobFileError, "job.yaml:2:13: roles.a.runn: unknown"),
-        (lambda c: c.run("name: t\nqueue: q\nroles: {a: {run: x}}\n"), UnknownName, "there is no queue 'q'"),
+        (lambda c: c.run("name: t\nqueue: q\nroles: {a: {run: x}}\n"), UnknownName, "queue 'q' does not exist"),
         (lambda c: c.run(HELLO, set=["roles.main.resources.gpus=99"]), Infeasible, "asks 99 GPUs"),
         (lambda c: [c.submit(source_of(t), key="k") for t in (HELLO, HELLO + "#\n")], IdempotencyConflict, "key 'k'"),
         (lambda c: (c.run(HELLO), c.wait("hello-1", timeout_s=0.1)), TimedOut, "it keeps running"),

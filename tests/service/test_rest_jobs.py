@@ -97,7 +97,7 @@ def test_every_mistake_of_a_job_file_is_told_with_its_place(tmp_path: Path) -> N
         answer = await service.http.post("/api/v1/jobs", json={"source": named, "filename": "job.yaml"})
         [one] = [one for one in answer.json()["errors"] if one["loc"] == "queue"]
         assert (one["line"], one["code"]) == (named.count("\n"), "UNKNOWN_QUEUE")
-        assert (one["message"], one["hint"]) == ("there is no queue 'defalt'", "did you mean 'default'?")
+        assert (one["message"], one["hint"]) == ("queue 'defalt' does not exist", "did you mean 'default'?")
 
     with_service(tmp_path, test)
 

@@ -82,27 +82,28 @@ class Rows:
         return tuple(one for one in self.records if one.number > after)[:limit]
 
 
-def check_cut(path: Path, records: Sequence[Record], cut: int, before: Views, profile: str) -> Views:
+def start(path: Path, records: Sequence[Record], cut: int, before: Views, profile: str) -> dict[str, Any]:
     """What a start finds with a snapshot as of record ``cut``."""
     file = SnapshotFile(path=path, program="this")
     file.write(before, records[cut - 1])
     found = fresh(profile)
     assert file.restore(found, Rows(records)) == records[cut - 1].number == file.number()
     found.apply(records[cut:])
-    return found
+    return looked_at(found) | {"decided": found.scheduler.decide(NOW)}
 
 
-def check_cuts(path: Path, records: Sequence[Record], profile: str, cuts: Collection[int]) -> None:
+def starts(
+    path: Path, records: Sequence[Record], profile: str, cuts: Collection[int]
+) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Each cut, what a start with a snapshot of it finds, and what a replay of the whole log does."""
     whole, before = fresh(profile), fresh(profile)
     whole.apply(records)
     expected = looked_at(whole)
-    decided = whole.scheduler.decide(NOW)
+    expected["decided"] = whole.scheduler.decide(NOW)
     for cut in range(1, len(records) + 1):
         before.apply(records[cut - 1 : cut])
         if cut in cuts:
-            found = check_cut(path, records, cut, before, profile)
-            assert looked_at(found) == expected, f"cut after {cut} of {len(records)}"
-            assert found.scheduler.decide(NOW) == decided
+            yield cut, start(path, records, cut, before, profile), expected
 
 
 def test_a_start_from_a_snapshot_equals_a_replay_of_recorded_systems(tmp_path: Path) -> None:
@@ -116,9 +117,9 @@ def test_a_start_from_a_snapshot_equals_a_replay_of_recorded_systems(tmp_path: P
             for i, one in enumerate(others, start=1)
         ]
         profile = "default" if document["limited"] else "fifo"
-        check_cuts(
-            tmp_path / "snapshot", [*records, *more], profile, {len(records), *range(20 * number + 1, len(records), 97)}
-        )
+        cuts = {len(records), *range(20 * number + 1, len(records), 97)}
+        for cut, found, expected in starts(tmp_path / "snapshot", [*records, *more], profile, cuts):
+            assert found == expected, f"cut after {cut} of {len(records)}"
 
 
 NODES = pretend_nodes("2x2x4", host="here")
@@ -182,7 +183,8 @@ def test_a_start_from_a_snapshot_equals_a_replay_under_every_policy(
     @given(ACTIONS, st.integers(1, 1000))
     def any_cut(actions: Sequence[tuple[Any, ...]], cut: int) -> None:
         records = played(actions, profile)
-        check_cuts(path, records, profile, {cut % len(records) + 1})
+        for at, found, expected in starts(path, records, profile, {cut % len(records) + 1}):
+            assert found == expected, f"cut after {at} of {len(records)}"
 
     any_cut()
 
@@ -194,7 +196,9 @@ def test_a_start_from_a_snapshot_equals_a_replay_at_every_cut(
     tmp_path_factory: pytest.TempPathFactory, actions: Sequence[tuple[Any, ...]], profile: str
 ) -> None:
     records = played(actions, profile)
-    check_cuts(tmp_path_factory.mktemp("home") / "snapshot", records, profile, range(1, len(records) + 1))
+    every = range(1, len(records) + 1)
+    for cut, found, expected in starts(tmp_path_factory.mktemp("home") / "snapshot", records, profile, every):
+        assert found == expected, f"cut after {cut} of {len(records)}"
 
 
 def submitted(home: Path, jobs: int) -> None:

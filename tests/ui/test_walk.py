@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ time_limit: 1h
 roles:
   main: {run: "sleep 100", replicas: 2, resources: {cpus: 0.5, gpus: 4}}
 """
-Step = Callable[[int, str], None]
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,18 @@ def test_the_walk_has_forty_steps_in_order() -> None:
     assert numbers == list(range(1, STEPS + 1))
 
 
-def walked(page: Any, shot: Any) -> Step:
-    """Name each step in what a failing test prints, with a picture of what was there before it."""
+@dataclass
+class Step:
+    """Names each step in what a failing test prints, with a picture of what was there before it."""
 
-    def step(number: int, what: str) -> None:
+    page: Any
+    shot: Any
+    done: list[int] = field(default_factory=list[int])
+
+    def __call__(self, number: int, what: str) -> None:
         print(f"{number:2}. {what}")
-        shot(page, f"walk-{number:02}")
-
-    return step
+        self.shot(self.page, f"walk-{number:02}")
+        self.done.append(number)
 
 
 def press(page: Any, name: str) -> None:
@@ -112,7 +116,7 @@ def test_a_researcher_submits_watches_loses_and_understands_a_job(
     with opened(settings.url) as page:
         from playwright.sync_api import expect
 
-        step = walked(page, shot)
+        step = Step(page, shot)
         step(1, "sign in with a token")
         sign_in(page, token)
         expect(page.get_by_role("link", name="ada")).to_be_visible()
@@ -128,6 +132,9 @@ def test_a_researcher_submits_watches_loses_and_understands_a_job(
         watch_kill_heal(page, step, settings)
         wait_and_ask(page, step)
         end(page, step)
+    assert step.done == [*range(1, 22)]
+    jobs = {one["id"]: one for one in daemon.ask(Home.of(settings.home), "GET", "/api/v1/jobs?all=true")["items"]}
+    assert {name: one["state"] for name, one in jobs.items()} == {"pair-1": "CANCELLED", "wide-1": "RUNNING"}
 
 
 def submit_with_mistake_then_dry_then_real(page: Any, step: Step) -> None:
@@ -235,13 +242,14 @@ def end(page: Any, step: Step) -> None:
 
 def test_an_admin_sees_what_needs_attention_and_who_may_do_what(opened: Any, shot: Any, day: Seeded) -> None:
     with opened(day.door()) as page:
-        step = walked(page, shot)
+        step = Step(page, shot)
         attend(page, step)
         token = grant(page, step)
         with opened(day.url) as other:
             be_refused(other, step, token)
             revoke(page, other, step)
         look_back(page, step)
+    assert step.done == [*range(22, 34)]
 
 
 def attend(page: Any, step: Step) -> None:
@@ -338,7 +346,7 @@ def test_an_evaluator_judges_a_busy_cluster(opened: Any, shot: Any, day: Seeded)
     from playwright.sync_api import expect
 
     with opened(f"{day.url}/jobs/big-1/explain", theme="dark") as page:
-        step = walked(page, shot)
+        step = Step(page, shot)
         step(34, "a link to a page keeps its target through sign-in")
         page.get_by_label("Code").fill(day.door().partition("code=")[2])
         page.locator("form").get_by_role("button", name="Sign in").click()

@@ -626,7 +626,7 @@ class Scheduler:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
         tree = self.state.queues
         if path not in tree.row:
-            return f"there is no queue {path!r}; {nearest(path, tree.row, 'queues')}"
+            return f"queue {path!r} does not exist; {nearest(path, tree.row, 'queues')}"
         if not tree.leaf[tree.row[path]]:
             return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(tree.leaves_under(path))}"
         return None

@@ -103,23 +103,22 @@ def give_back(job: JobId, home: str) -> None:
     Those that do not answer, or are away, are noted: the gateway asks them again (``give_back_here``).
     """
     silent, known = transport.everywhere({"op": "drop", "label": job}), directory.current()
-    if known is not None:
-        try:
+    try:
+        if known is not None:
             known.note_left(job, silent)
-        except NotReachable as error:
-            sys.stderr.write(f"{error}\n")
-    give_back_here(job, home)
+        give_back_here(job, home)
+    except (NotReachable, TensorError) as error:
+        sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
 
 
 def give_back_here(job: JobId, home: str) -> None:
-    """Give back what the job has published on this machine; a registry that is gone has nothing left of it."""
-    if not in_use(home):
-        return
-    try:
+    """Give back what the job has published on this machine; memory that is gone has nothing left of it.
+
+    Raises NotReachable, TensorError.
+    """
+    if in_use(home):
         with tensors.connect(home=home) as plane:
             plane.drop_label(job)
-    except (NotReachable, TensorError) as error:
-        sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
 
 
 def shadow_name(job: JobId, instance: InstanceId) -> str:

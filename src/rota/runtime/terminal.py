@@ -197,7 +197,7 @@ class Terminals:
     async def read(self, name: str, user: str, after: int, wait_s: float) -> TerminalRead | None:
         """Output after an offset, waited for that long; None where this user has no such terminal.
 
-        What is no longer kept is left out: ``end`` less the length of the data is where it begins.
+        What was dropped is left out: ``end`` less the length of the data is where it begins.
         """
         one = self._find(name, user)
         if one is None:

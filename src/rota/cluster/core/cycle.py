@@ -557,7 +557,7 @@ class _Pass:
         tree, path = self.state.queues, row.ask.queue
         if path not in tree.row:
             return Wait(
-                reason=Reason.QUEUE_CLOSED, text=f"There is no queue {path}; {nearest(path, tree.row, 'queues')}"
+                reason=Reason.QUEUE_CLOSED, text=f"Queue {path} does not exist; {nearest(path, tree.row, 'queues')}"
             )
         for queue in tree.line_of(path):
             if tree.rows[queue].state != "open":

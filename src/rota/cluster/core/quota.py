@@ -329,7 +329,7 @@ def _cells_wrong(queues: Sequence[Queue], nodes: Sequence[Node]) -> Iterator[Bro
             yield BrokenRule(index=index, field=name, message=f"{queue.path!r} has queues below it", hint=hint)
         for name in queue.pinned:
             if nodes and name not in names:
-                text = f"there is no node or rack {name!r}"
+                text = f"no node or rack has the name {name!r}"
                 hint = nearest(name, sorted(names), "nodes and racks")
                 yield BrokenRule(index=index, field="pinned", message=text, hint=hint)
             elif (other := owner.setdefault(name, queue.path)) != queue.path:

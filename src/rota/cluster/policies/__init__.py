@@ -34,6 +34,6 @@ PROFILES: dict[str, Callable[[], Profile]] = {
 def get_profile(name: str, *, seed: int = 0) -> Profile:
     """The profile of that name; ``seed`` is for one that places at random. Raises UnknownName with the nearest one."""
     if name not in PROFILES:
-        raise unknown(f"there is no scheduling profile {name!r}", name, PROFILES, "profiles")
+        raise unknown(f"no scheduling profile has the name {name!r}", name, PROFILES, "profiles")
     made = PROFILES[name]()
     return replace(made, placer=basic.RandomFit(seed)) if isinstance(made.placer, basic.RandomFit) else made

@@ -346,7 +346,7 @@ def fill(nodes: Path, pods: Path, policy: str, seed: int, clock: Clock) -> FillD
     section 6.2. Raises TraceError and UnknownName.
     """
     if policy not in POLICIES:
-        raise UnknownName(f"there is no placement {policy!r}", hint=f"placements: {', '.join(POLICIES)}")
+        raise UnknownName(f"no placement has the name {policy!r}", hint=f"placements: {', '.join(POLICIES)}")
     models: dict[str, int] = {}
     board = _board(nodes, models)
     tasks = [_task(place, row, models) for place, row in rows_of(pods, TASK_COLUMNS)]

@@ -114,7 +114,7 @@ class VirtualCells:
                     raise TopologyError(f"{tenant.name}: {path}: a {kind} has no {part} in it")
                 kind = part
             if chain not in {self.physical.specs[root].kind for root in self.physical.roots} and number:
-                raise TopologyError(f"{tenant.name}: {path}: there is no physical cell of kind {chain}")
+                raise TopologyError(f"{tenant.name}: {path}: no physical cell has the kind {chain}")
             made += [(chain, self._make(kind, str(i))) for i in range(number)]
         return made
 

@@ -225,7 +225,7 @@ def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> H
 def _without_reservation(ctx: JobContext, gang: HeldGang) -> JobContext:
     """The engine lost a reservation: the job goes back to the queue, and continues from its last commit."""
     first = next(iter(ctx.instances.values()))
-    cause = ctx.loss(first, Reason.ENGINE_LOST, f"the engine no longer has the reservation {gang.id}")
+    cause = ctx.loss(first, Reason.ENGINE_LOST, f"the engine lost the reservation {gang.id}")
     return end_or_retry(ctx, job_level_ending(ctx, cause))
 
 

@@ -273,7 +273,7 @@ class ClassRunner:
         """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
         formed = self._formed
         if formed is None or formed.epoch != request.epoch:
-            return Refusal(kind="stale", text=f"{self._config.id} is no longer at epoch {request.epoch}")
+            return Refusal(kind="stale", text=f"{self._config.id} has left epoch {request.epoch}")
         known = formed.replies.get(request.call_id)
         if known is not None:
             return await asyncio.shield(known)
@@ -294,7 +294,7 @@ class ClassRunner:
     def _answer_lost(self, formed: _Formed, request: Request) -> Refusal:
         """The operation ran, and its answer got lost with a connection; after a ``commit`` one the job goes back."""
         op = self._config.role.interface.op(request.op) if self._config.role.interface else None
-        lost = CallLost(f"{self._config.id}.{request.op} ran, but its answer is no longer kept")
+        lost = CallLost(f"{self._config.id}.{request.op} ran, but its answer was dropped")
         return self._failed(formed, lost, report=request.report and op is not None and op.retry == "commit")
 
     async def _operate(self, formed: _Formed, request: Request) -> object:

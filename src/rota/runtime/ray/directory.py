@@ -6,7 +6,6 @@ Who can read that table can start processes on every machine of the engine, so t
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +27,7 @@ _KEY = "key"
 _STORE = "store/"
 _LEFT = "left/"
 LEFT_MAX = 1000
-"""Jobs whose tensors some machine still has; of a machine that stays away, those of later ones are not noted."""
+"""Notes of jobs whose tensors a machine still has; beyond it no more are made for machines that are away."""
 
 
 class RayDirectory:
@@ -72,31 +71,31 @@ class RayDirectory:
     def note_left(self, job: str, silent: Sequence[str]) -> None:
         """See Directory."""
         try:
-            rows = _internal_kv_list(_STORE, namespace=self._table)
-            known = {row.decode().removeprefix(_STORE) for row in rows}
-            left = sorted({*silent, *(known - {self.host} - set(hosts()))})
-            if left and len(_internal_kv_list(_LEFT, namespace=self._table)) < LEFT_MAX:
-                _internal_kv_put(f"{_LEFT}{job}", json.dumps(left), namespace=self._table)
+            known = {row.decode().removeprefix(_STORE) for row in _internal_kv_list(_STORE, namespace=self._table)}
+            away = known - {self.host} - set(hosts())
+            if len(_internal_kv_list(_LEFT, namespace=self._table)) >= LEFT_MAX:
+                away.clear()
+            for host in away.union(silent):
+                _internal_kv_put(f"{_LEFT}{host}/{job}", "", namespace=self._table)
         except (RayError, RuntimeError) as error:
             raise EngineUnavailable(f"what {job} left on other machines cannot be noted: {error}") from error
 
-    def left(self) -> dict[JobId, tuple[str, ...]]:
-        """Hosts in the engine that still have tensors of jobs that ended, by job. Raises RayError, RuntimeError."""
-        rows = [row.decode() for row in _internal_kv_list(_LEFT, namespace=self._table)]
-        there = set(hosts()) if rows else set[str]()
-        noted = {JobId(row.removeprefix(_LEFT)): self._left_by(row) for row in rows}
-        return {job: found for job, names in noted.items() if (found := tuple(one for one in names if one in there))}
+    def left(self) -> set[tuple[str, JobId]]:
+        """Hosts in the engine, each with a job that ended and whose tensors it still has. Raises EngineUnavailable."""
+        try:
+            rows = _internal_kv_list(_LEFT, namespace=self._table)
+            there = set(hosts()) if rows else set[str]()
+        except (RayError, RuntimeError) as error:
+            raise EngineUnavailable(f"what jobs left on other machines cannot be read: {error}") from error
+        noted = (row.decode().removeprefix(_LEFT).rpartition("/") for row in rows)
+        return {(host, JobId(job)) for host, _, job in noted if host in there}
 
-    def settle(self, job: JobId, host: str) -> None:
-        """A host gave back what a job had left there. Raises RayError, RuntimeError."""
-        row = f"{_LEFT}{job}"
-        if rest := [one for one in self._left_by(row) if one != host]:
-            _internal_kv_put(row, json.dumps(rest), namespace=self._table)
-        else:
-            _internal_kv_del(row, namespace=self._table)
-
-    def _left_by(self, row: str) -> list[str]:
-        return json.loads(_text(_internal_kv_get(row, namespace=self._table)) or "[]")
+    def settle(self, host: str, job: JobId) -> None:
+        """A host gave back what a job had left there. Raises EngineUnavailable."""
+        try:
+            _internal_kv_del(f"{_LEFT}{host}/{job}", namespace=self._table)
+        except (RayError, RuntimeError) as error:
+            raise EngineUnavailable(f"that {host} gave back the tensors of {job} cannot be noted: {error}") from error
 
 
 def key_of_job(directory: Directory, job: JobId) -> bytes:

@@ -282,8 +282,8 @@ class GatewayOps:
         found = await self._launcher.find(JobId(job))
         await asyncio.gather(*(self._launcher.stop(handle, grace_s=grace_s) for handle in found.instances))
         await asyncio.gather(*(self._launcher.release(reservation) for reservation in found.reservations))
-        left = (await asyncio.to_thread(self._directory.left)).get(JobId(job), ()) if give_back else ()
-        await asyncio.gather(*(self._ask_back(JobId(job), host, give_back) for host in left))
+        left = await asyncio.to_thread(self._directory.left) if give_back else set[tuple[str, JobId]]()
+        await asyncio.gather(*(self._ask_back(of, host, give_back) for host, of in left if of == job))
         return {
             "instances": [handle.name for handle in found.instances],
             "reservations": [reservation.name for reservation in found.reservations],
@@ -292,17 +292,20 @@ class GatewayOps:
     async def _ask_back(self, job: JobId, host: str, target: str) -> None:
         try:
             await self._agents.ask(host, host, "give_back", job, target)
+            await asyncio.to_thread(self._directory.settle, host, job)
         except EngineUnavailable as error:  # it is asked again at the next sweep
             _say(f"tensors of {job} are still on {host}: {error.message}")
-        else:
-            await asyncio.to_thread(self._directory.settle, job, host)
 
     async def list_jobs(self) -> list[str]:
         """Jobs of which an actor or a reservation exists, or tensors on a machine that did not answer at their end."""
         names, reservations, left = await asyncio.gather(
             self._launcher.list_names(), self._launcher.list_reservations(), asyncio.to_thread(self._directory.left)
         )
-        return sorted({name.partition("/")[0] for name in names} | {str(each.job) for each in reservations} | set(left))
+        return sorted(
+            {name.partition("/")[0] for name in names}
+            | {str(each.job) for each in reservations}
+            | {job for _, job in left}
+        )
 
     async def close(self) -> None:
         """Keep no master any more; everything in the engine stays."""

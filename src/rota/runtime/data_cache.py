@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -50,7 +50,9 @@ T = TypeVar("T")
 
 
 class DataFailed(Exception):
-    """What a URL names cannot be had or kept; the message says why, and what to do."""
+    """What a URL names cannot be had or kept; the message says why, and what to do; ``output`` is what came before."""
+
+    output = ""
 
 
 class DataMissing(DataFailed):
@@ -82,6 +84,17 @@ def url_refused(url: str) -> tuple[str, str]:
         package = known_implementations[protocol]["class"].partition(".")[0]
         return f"{url} needs a library: {error}", f"pip install {package}, in the environment of the service"
     return "", ""
+
+
+async def apart(what: str, home: str, url: str, env: Mapping[str, str] | None = None) -> str:
+    """``fetch`` or ``check`` in a process of its own: the folder, or the size. Raises DataFailed."""
+    argv = (sys.executable, "-m", "rota.runtime.data_cache", what, home, url)
+    done = await process.execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
+    if done["exit_status"] == 0:
+        return done["stdout"]
+    failed = DataFailed((done["stderr"].strip().splitlines() or [f"it took more than {FETCH_MAX_S:.0f} s"])[-1])
+    failed.output = done["stderr"]
+    raise failed
 
 
 def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: None) -> Path:

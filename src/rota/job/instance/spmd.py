@@ -23,7 +23,7 @@ from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet,
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
-from rota.runtime.data_cache import FETCH_MAX_S, hold
+from rota.runtime.data_cache import FETCH_MAX_S, LIMIT, DataFailed, apart, hold
 from rota.runtime.environ import export
 from rota.runtime.output import tail_lines
 from rota.runtime.packages import interpreter
@@ -35,6 +35,8 @@ from rota.spec.resources import counted
 from rota.spec.torchrun import read_torchrun, shell_operators
 
 SETUP_MAX_S = 1800.0
+FETCHES_MAX = 5
+"""Fetches of data that others removed before it was in use."""
 DISSOLVE_GRACE_S = 5.0
 PROGRESS_POLL_S = 0.5
 ERROR_TEXT_MAX = 20_000
@@ -459,17 +461,21 @@ async def fetch_data(config: InstanceConfig) -> int | None:
     """
     if (url := config.spec.data_url) is None:
         return None
-    argv = (sys.executable, "-m", "rota.runtime.data_cache", "fetch", config.place.home, url)
-    while True:
-        with config.marks.quiet("its data, which is fetched", FETCH_MAX_S):
-            done = await process.execute_command(argv, timeout_s=FETCH_MAX_S)
-        if done["exit_status"] != 0:
-            text = (done["stderr"].strip().splitlines()[-1:] or [f"it took more than {FETCH_MAX_S:.0f} s"])[0]
-            raise CommandFailed(f"data: {text}", reason=Reason.DATA_UNREACHABLE, traceback_text=done["stderr"])
+    for _ in range(FETCHES_MAX):
+        try:
+            with config.marks.quiet("its data, which is fetched", FETCH_MAX_S):
+                folder = await apart("fetch", config.place.home, url)
+        except DataFailed as error:
+            text = f"data: {error}"
+            raise CommandFailed(text, reason=Reason.DATA_UNREACHABLE, traceback_text=error.output) from None
         with contextlib.suppress(FileNotFoundError):  # removed for other data meanwhile
-            held = hold(Path(done["stdout"]))
-            export("ROTA_DATA_DIR", done["stdout"])
+            held = hold(Path(folder))
+            export("ROTA_DATA_DIR", folder)
             return held
+    text = (
+        f"data: {url} was removed for other data {FETCHES_MAX} times before it was used; raise {LIMIT} of the service"
+    )
+    raise CommandFailed(text, reason=Reason.DATA_UNREACHABLE)
 
 
 async def run_setup(config: InstanceConfig) -> None:

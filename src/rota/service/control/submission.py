@@ -14,7 +14,7 @@ from pathlib import Path
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
-from rota.runtime.data_cache import FETCH_MAX_S, url_refused
+from rota.runtime.data_cache import DataFailed, apart, url_refused
 from rota.runtime.environ import Home
 from rota.runtime.packages import python_of
 from rota.runtime.process import execute_command
@@ -92,14 +92,13 @@ async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None
     if spec.data_url is None:
         return None
     secrets = {VARIABLE: " ".join((owner, *spec.secrets)) if spec.secrets else ""}
-    command = (sys.executable, "-m", "rota.runtime.data_cache", "fetch" if here else "check")
-    argv, env = (*command, str(Home.find().root), spec.data_url), environ.snapshot() | dict(spec.env) | secrets
-    done = await execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
-    if done["exit_status"] == 0:
-        return None
-    last = done["stderr"].strip().splitlines()[-1:] or [f"it took more than {FETCH_MAX_S:.0f} s"]
-    fault = Finding(path=("data",), message=last[0], code=str(Reason.DATA_UNREACHABLE))
-    return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,), traceback=done["stderr"])
+    env = environ.snapshot() | dict(spec.env) | secrets
+    try:
+        await apart("fetch" if here else "check", str(Home.find().root), spec.data_url, env)
+    except DataFailed as error:
+        fault = Finding(path=("data",), message=str(error), code=str(Reason.DATA_UNREACHABLE))
+        return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,), traceback=error.output)
+    return None
 
 
 async def with_interfaces(spec: JobSpec, given: Submission) -> JobSpec:

@@ -121,7 +121,7 @@ class Scheduler:
         # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked).
         self.profile = replace(profile, sharing=None)
         self._state = State(())
-        self._laid_out_at: float | None = None
+        self._to_lay_out_at: float | None = None
         self._requests_of = requests_of
         self._nodes: dict[NodeId, Node] = {}
         self._lost: set[NodeId] = set()
@@ -151,23 +151,32 @@ class Scheduler:
     @property
     def state(self) -> State:
         """The state of now. Nodes that joined one after another are laid out once, when the state is read."""
-        if self._laid_out_at is not None:
-            at, self._laid_out_at = self._laid_out_at, None
-            self._rebuild(at)
+        self._lay_out()
         return self._state
+
+    def _lay_out(self) -> None:
+        if self._to_lay_out_at is not None:
+            at, self._to_lay_out_at = self._to_lay_out_at, None
+            self._rebuild(at)
 
     # -- folding records ---------------------------------------------------------------------------------------------
 
     def apply(self, record: Record) -> None:
-        """Fold one record of the log, of any kind; kinds that do not concern scheduling change nothing."""
+        """Fold one record of the log, of any kind; kinds that do not concern scheduling change nothing.
+
+        Nodes that joined are laid out before a record of another kind is folded: what is laid out follows from the log
+        alone, and not from when the state was read.
+        """
+        if not isinstance(record.event, NodeJoined):
+            self._lay_out()
         match record.event:
             case NodeJoined(node=node):
-                if node.id in self._lost:  # else its place would depend on when the state was read in between
+                if node.id in self._lost:
                     self._nodes.pop(node.id, None)
                 self._nodes[node.id] = node
                 self._lost.discard(node.id)
                 self._drains.pop(node.id, None)
-                self._laid_out_at = record.at
+                self._to_lay_out_at = record.at
                 if node.health is Health.HEALTHY:
                     self._is_back(node.id, record.at)
             case NodeLost(node=node):
@@ -497,6 +506,9 @@ class Scheduler:
             self._nodes[event.node] = replace(node, devices=devices)
         else:
             self._nodes[event.node] = node.with_health(event.health)
+        if event.node in self._lost:
+            return  # it is not there, whatever its health was; a node that comes back joins with its own
+        if not event.devices:
             self._drains.pop(event.node, None)
             if event.health is Health.DRAINED and event.notice_s is not None:
                 self._drains[event.node] = at + event.notice_s

@@ -63,7 +63,7 @@ types: $(VENV)/.setup-dev
 	  { $(BIN)/python tests/show_pyright.py $(VENV)/pyright.json; exit 1; }
 
 test: TYPES = src/rota
-test: check real ## every check there is
+test: check real ## make check with the types of all, then real
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "(real or slow) and not gpu"

@@ -161,7 +161,7 @@ def _classes(text: str) -> list[ast.ClassDef]:
 
 
 SECTIONS = {
-    "tutorials": "Begin here, in this order: first-job, first-failure, why-it-waits.",
+    "tutorials": "Begin here: first-job, then why-it-waits and first-failure, in either order.",
     "how-to": "One task a page.",
     "explanation": "How it works, and why.",
     "reference": "Looked up, most of it written by the code.",

@@ -43,7 +43,7 @@ NODES, JOBS = 4, 4
 ROLE = RoleName("w")
 OPERATIONS = (
     *("join", "lose", "mark", "queues", "submit", "decide", "decide", "append", "append", "requeue", "end", "save"),
-    *("gang", "grown", "release", "start", "stop", "pause", "resume"),
+    *("rejoin", "gang", "grown", "release", "start", "stop", "pause", "resume"),
 )
 
 
@@ -64,8 +64,19 @@ class Drawn:
             self.add(NodeJoined(node=machine(i, 4)))
 
     def add(self, event: Event, job: str | None = None) -> None:
+        before = self.held()
         self.log.add(event, job, self.at)
         assert violations(self.log.scheduler.state) == [], self.log.records[-1]
+        if job is None:
+            assert self.held() == before, f"{event} is of no job, and changes what jobs hold"
+
+    def held(self) -> dict[JobId, list[tuple[NodeId, int]]]:
+        state = self.log.scheduler.state
+        devices = {row.ask.id: [d for slot in row.held for d in slot.devices] for row in state.holders()}
+        return {
+            job: [(state.nodes[state.dev_node[d]].id, int(state.dev_index[d])) for d in held]
+            for job, held in devices.items()
+        }
 
     def seq(self, job: str) -> int:
         return max((record.number for record in self.log.records if record.job == job), default=0)
@@ -95,6 +106,9 @@ class Drawn:
         match operation:
             case "join":
                 self.add(NodeJoined(node=machine(a % NODES, (4, 4, 2)[b % 3])))
+            case "rejoin" if held := sorted({node for places in self.held().values() for node, _ in places}):
+                node = held[a % len(held)]
+                self.add(NodeJoined(node=machine(int(node[1:]), (4, 2, 1, 0)[b % 4])))
             case "lose":
                 self.add(NodeLost(node=node))
             case "mark":

@@ -501,18 +501,19 @@ class Scheduler:
         node = self._nodes.get(event.node)
         if node is None:
             return
+        there = [device.index for device in node.devices if device.index in event.devices]
         if event.devices:
-            devices = tuple(replace(d, health=event.health) if d.index in event.devices else d for d in node.devices)
+            devices = tuple(replace(d, health=event.health) if d.index in there else d for d in node.devices)
             self._nodes[event.node] = replace(node, devices=devices)
         else:
             self._nodes[event.node] = node.with_health(event.health)
-        if event.node in self._lost:
-            return  # it is not there, whatever its health was; a node that comes back joins with its own
+        if event.node in self._lost or (event.devices and not there):
+            return  # it is not there, whatever its health was; what comes back joins with its own
         if not event.devices:
             self._drains.pop(event.node, None)
             if event.health is Health.DRAINED and event.notice_s is not None:
                 self._drains[event.node] = at + event.notice_s
-        self._happened(events.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
+        self._happened(events.NodeChanged(node=event.node, health=event.health, devices=tuple(there)), at)
         if event.health is Health.HEALTHY and not event.devices:
             self._is_back(event.node, at)
 
@@ -520,12 +521,13 @@ class Scheduler:
         events.apply(self.state, event, at)
 
     def _rebuild(self, at: float) -> None:
-        """Lay the jobs over the new inventory. A lost node stays in it, unusable, while a job still holds it."""
-        held = {self.state.nodes[slot.node].id for row in self.state.holders() for slot in row.held}
-        for node in self._lost - held:
+        """Lay the jobs over the new inventory. What a job still holds of lost nodes and devices stays, unusable."""
+        held = self.state.held_devices()
+        for node in self._lost - held.keys():
             self._nodes.pop(node, None)
-        self._lost &= held
-        self._state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
+        self._lost &= held.keys()
+        nodes = tuple(node.with_lost(held.get(node.id, {})) for node in self._nodes.values())
+        self._state = self.state.with_cluster(nodes, self._queues)
         for node in sorted(self._lost):
             self._happened(events.NodeChanged(node=node, health=None), at)
         if self.profile.prepare is not None:  # a reason of now may be asked for before the next pass

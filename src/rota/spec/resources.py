@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -155,6 +156,12 @@ class Node:
     def with_health(self, health: Health) -> Node:
         """The same node with another fitness."""
         return replace(self, health=health)
+
+    def with_lost(self, devices: Mapping[int, Device]) -> Node:
+        """The same node with those of these devices, by index, that it lacks, as bad ones."""
+        there = {device.index for device in self.devices}
+        lost = [replace(device, health=Health.BAD) for index, device in sorted(devices.items()) if index not in there]
+        return replace(self, devices=(*self.devices, *lost)) if lost else self
 
 
 def pretend_nodes(shape: str, *, host: str) -> tuple[Node, ...]:

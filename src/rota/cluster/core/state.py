@@ -22,7 +22,7 @@ from rota.cluster.core.txn import Txn
 from rota.cluster.core.verdicts import VerdictCache
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
-from rota.spec.resources import Health, Node, types_of
+from rota.spec.resources import Device, Health, Node, types_of
 
 EVENTS_KEPT = 200
 """Events that a state remembers for the message of an internal error."""
@@ -530,6 +530,15 @@ class State:
     def holders(self) -> list[LiveJob]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
+
+    def held_devices(self) -> dict[NodeId, dict[int, Device]]:
+        """Devices that jobs hold, by node and index; of a node of which only cores or memory are held none."""
+        found: dict[NodeId, dict[int, Device]] = {}
+        for slot in (slot for row in self.jobs.values() for slot in row.held):
+            node, first = self.nodes[slot.node], int(self.dev0[slot.node])
+            devices = (node.devices[d - first] for d in slot.devices)
+            found.setdefault(node.id, {}).update((device.index, device) for device in devices)
+        return found
 
     def level_of(self, held: Sequence[Allocation]) -> str:
         """The smallest level that encloses a holding: device, node, rack or cluster."""

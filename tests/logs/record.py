@@ -47,6 +47,8 @@ OTHERS: tuple[Event, ...] = (
     events.CommitCopied(
         n=7, loop_epoch=Epoch(2), copies=((RoleName("actor"), 0, "n2", Epoch(1)),), seconds=0.5, cursor={"cut": {}}
     ),
+    events.UploadStarted(url="s3://team/run7"),
+    events.UploadEnded(url="s3://team/run7", files=3, bytes=4096, seconds=1.5, error="busy", notes=("log.txt@m2",)),
     events.ProgressStalled(
         role=RoleName("actor"), rank=1, epoch=Epoch(2), idle_s=301.5, stacks="train.py:7", reason=Reason.NO_PROGRESS
     ),

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import data_cache
-from rota.runtime.data_cache import DataFailed, check, fetch, hold, url_refused
+from rota.runtime.data_cache import DataFailed, check, check_writable, fetch, hold, upload, url_refused
 from rota.runtime.environ import Home
 
 pytest.importorskip("fsspec")
+from fsspec.implementations.local import LocalFileSystem
 
 
 @pytest.fixture
@@ -161,3 +162,41 @@ def test_two_processes_fetch_once_and_one_that_was_killed_leaves_nothing_that_co
     assert not left.with_suffix(".partial").exists() and not left.with_suffix(".bytes").exists()
     wrong = subprocess.run([*command[:-1], f"file://{source}/none"], capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stdout) == (1, "") and "does not exist" in wrong.stderr.splitlines()[-1]
+
+
+def test_an_upload_replaces_files_of_the_same_name_and_one_that_fails_is_tried_again(
+    home: Home, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, failing, said = tmp_path / "store", [OSError("busy"), OSError("busy")], list[str]()
+    there.mkdir()
+    (there / "b.bin").write_text("older")
+    put = LocalFileSystem.put_file
+
+    def flaky(self: LocalFileSystem, *args: str, **kwargs: object) -> None:
+        if failing:
+            raise failing.pop()
+        put(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", flaky)
+    found = upload(f"file://{there}", [source], said.append)
+    assert found == {"files": 2, "bytes": 1005, "left_out": []} and not failing
+    assert files_of(there) == files_of(source)
+    failing.extend(OSError("busy") for _ in range(3))
+    with pytest.raises(DataFailed, match=r"b\.bin: OSError: busy"):
+        upload(f"file://{there}", [source])
+
+
+def test_a_file_that_is_shorter_in_the_store_is_not_taken_as_uploaded(
+    home: Home, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalFileSystem, "put_file", lambda self, one, other: Path(other).write_bytes(b"x"))
+    with pytest.raises(DataFailed, match="has 1 bytes after 1000 were written"):
+        (tmp_path / "store" / "train").mkdir(parents=True)
+        upload(f"file://{tmp_path}/store", [source])
+
+
+def test_a_store_that_only_reads_is_not_writable(home: Home, web: Web, tmp_path: Path) -> None:
+    with pytest.raises(DataFailed):
+        check_writable(web.url)
+    check_writable(f"file://{tmp_path}/made/below")
+    assert [*(tmp_path / "made" / "below").iterdir()] == []

@@ -43,7 +43,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.checkpoint": ("job/rpc/peers.py", "spec.checkpoint"),
     "JobSpec.workdir": ("job/core/machine.py", "spec.workdir"),
     "JobSpec.data": ("job/master/executor.py", "spec.data"),
-    "JobSpec.output": ("job/instance/runners.py", "config.spec.output"),
+    "JobSpec.output": ("spec/job.py", "self.output"),
     "JobSpec.env": ("job/master/executor.py", "spec.env"),
     "JobSpec.packages": ("spec/job.py", "self.packages"),
     "JobSpec.secrets": ("job/master/executor.py", "spec.secrets"),

@@ -53,6 +53,7 @@ from rota.spec.events import (
     QueuesChanged,
     Record,
     StopAsked,
+    UploadStarted,
 )
 from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
@@ -246,6 +247,10 @@ class Scheduler:
                 self._misplaced.pop(job, None)
                 self._happened(events.StopRequested(job=job), at)
                 self._forget_waiting(job, known, at)
+                self._happened(events.JobPaused(job=job, paused=True), at)
+            case UploadStarted():  # as of a job that is paused: all is given back
+                self._forget_all(job, known, at)
+                self._release(job, at)
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)

@@ -1,7 +1,8 @@
-"""Data of jobs by URL: fetched once a machine into a bounded cache, named by its content.
+"""Data and output of jobs by URL: data is fetched once a machine into a bounded cache, output is copied at the end.
 
-``python -m rota.runtime.data_cache fetch HOME URL`` prints the folder; ``check HOME URL`` the size, when it would fit.
-It is a process of its own: libraries for object stores are large, and keep threads and connections. Progress and, with
+``python -m rota.runtime.data_cache fetch HOME URL`` prints the folder; ``check HOME URL`` the size, when it would fit;
+``writable HOME URL`` writes a file and removes it; ``upload HOME URL FOLDER ...`` prints an ``Uploaded`` as JSON. It is
+a process of its own: libraries for object stores are large, and keep threads and connections. Progress and, with
 status 1, what is wrong are lines on stderr.
 """
 
@@ -13,10 +14,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from rota.runtime import environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
@@ -46,6 +47,7 @@ _MARKS = (
     "oid",
 )
 """What stores say of the content of a file, in small letters."""
+NOTES_MAX = 20
 T = TypeVar("T")
 
 
@@ -56,7 +58,15 @@ class DataFailed(Exception):
 
 
 class DataMissing(DataFailed):
-    """A URL names nothing: no use to try again."""
+    """A URL names nothing, or its store refuses: no use to try again at once."""
+
+
+class Uploaded(TypedDict):
+    """What was copied to a URL; ``left_out`` names links and sockets, ``NOTES_MAX`` at most."""
+
+    files: int
+    bytes: int
+    left_out: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +96,16 @@ def url_refused(url: str) -> tuple[str, str]:
     return "", ""
 
 
-async def apart(what: str, home: str, url: str, env: Mapping[str, str] | None = None) -> str:
-    """``fetch`` or ``check`` in a process of its own: the folder, or the size. Raises DataFailed."""
-    argv = (sys.executable, "-m", "rota.runtime.data_cache", what, home, url)
+def output_refused(url: str) -> tuple[str, str]:
+    """What is wrong with a URL of output before anything is asked, and what to do; empty when nothing is."""
+    if url.startswith("memory:"):
+        return f"{url} is gone when the process that wrote it ends", "s3, file, or another store that lasts"
+    return url_refused(url)
+
+
+async def apart(what: str, home: str, url: str, *folders: str, env: Mapping[str, str] | None = None) -> str:
+    """What the module does (see there) in a process of its own, and what it prints. Raises DataFailed."""
+    argv = (sys.executable, "-m", "rota.runtime.data_cache", what, home, url, *folders)
     done = await process.execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
     if done["exit_status"] == 0:
         return done["stdout"]
@@ -129,6 +146,47 @@ def check(home: environ.Home, url: str) -> int:
     if wanted > (limit := limit_of(cache)):
         raise _too_large(url, wanted, limit, "")
     return wanted
+
+
+def check_writable(url: str) -> None:
+    """Write a small file below a URL and remove it. Raises DataFailed."""
+    store, root = _opened(url)
+    probe = f"{root.rstrip('/')}/.rota-check-{os.getpid()}"
+    _tried(url, lambda: store.pipe_file(probe, b"rota"))
+    with contextlib.suppress(Exception):  # some may write and not delete: the file stays, the output can be written
+        store.rm_file(probe)
+
+
+def upload(url: str, folders: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> Uploaded:
+    """Copy the files of folders below a URL, in place of those of the same name. Links are not followed.
+
+    Raises DataFailed; what was copied before stays.
+    """
+    store, root = _opened(url)
+    done = Uploaded(files=0, bytes=0, left_out=[])
+    for folder in folders:
+        for place in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
+            name = place.relative_to(folder).as_posix()
+            if place.is_symlink() or not place.is_file():
+                done["left_out"] = [*done["left_out"], name][:NOTES_MAX]
+                continue
+            done["bytes"] += _upload_file(store, place, f"{root.rstrip('/')}/{name}")
+            done["files"] += 1
+            say(f"output: {done['files']} files, {format_size(done['bytes'])}")
+    return done
+
+
+def _upload_file(store: Any, place: Path, target: str) -> int:
+    """Copy one file; its size. Raises DataFailed when the store has another number of bytes afterwards."""
+
+    def act() -> int:
+        store.put_file(str(place), target)
+        size, there = place.stat().st_size, store.info(target).get("size")
+        if there is not None and there != size:
+            raise DataFailed(f"{target} has {there} bytes after {size} were written")
+        return size
+
+    return _tried(target, act)
 
 
 def _cache_of(home: environ.Home) -> Path:
@@ -210,7 +268,10 @@ def _opened(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs  # noqa: PLC0415 - optional
 
     with _named(url):
-        return url_to_fs(url)
+        store, path = url_to_fs(url)
+    if hasattr(store, "auto_mkdir"):  # a local folder is made as a prefix of a store is
+        store.auto_mkdir = True
+    return store, path
 
 
 @contextlib.contextmanager
@@ -224,7 +285,8 @@ def _named(url: str) -> Iterator[None]:
         raise DataMissing(f"{url} does not exist, or these credentials do not see it") from None
     except Exception as error:  # noqa: BLE001 - each store has exceptions of its own
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise DataFailed(f"{url}: {text}") from None
+        final = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError))
+        raise (DataMissing if final else DataFailed)(f"{url}: {text}") from None
 
 
 def _listed(url: str) -> tuple[Any, list[_Remote]]:
@@ -300,6 +362,10 @@ def main(arguments: list[str]) -> int:
                 sys.stdout.write(str(found))
             case ["check", home, url]:
                 sys.stdout.write(str(check(environ.Home.of(home), url)))
+            case ["writable", _, url]:
+                check_writable(url)
+            case ["upload", _, url, *folders]:
+                sys.stdout.write(json.dumps(upload(url, [Path(one) for one in folders])))
             case _:
                 raise DataFailed(__doc__ or "")
     except DataFailed as error:

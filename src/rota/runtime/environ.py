@@ -99,6 +99,11 @@ class JobDirs:
         return self.root / "output"
 
     @property
+    def gathered(self) -> Path:
+        """Output of other machines, on the machine of the service while it is uploaded."""
+        return self.root / "gathered"
+
+    @property
     def code(self) -> Path:
         """The unpacked code, on a machine that does not see the home of the service."""
         return self.root / "code"

@@ -76,14 +76,11 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
 
 
 def _check_folders(spec: JobSpec) -> Iterator[Finding]:
-    """What is written to is a folder: only ``data`` may be a URL."""
-    hint = "name a folder that is mounted on every machine; rota cp copies what a job wrote"
-    folders = ((("output",), spec.output), (("checkpoint", "dir"), spec.checkpoint and spec.checkpoint.dir))
-    for path, folder in folders:
-        if folder and "://" in folder:
-            yield Finding(
-                path=path, message=f"{folder!r} is a URL, and nothing writes to one", hint=hint, code="NOT_SUPPORTED"
-            )
+    """Checkpoints are written to a folder: only ``data`` and ``output`` may be URLs."""
+    if spec.checkpoint and (folder := spec.checkpoint.dir) and "://" in folder:
+        hint = "name a folder that is mounted on every machine; output may be a URL"
+        message = f"{folder!r} is a URL, and checkpoints are not written to one"
+        yield Finding(path=("checkpoint", "dir"), message=message, hint=hint, code="NOT_SUPPORTED")
 
 
 def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
@@ -107,9 +104,10 @@ def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
             message = f"{why}, and {name} would act on the process of the service that opens it"
             hint = "store the secret under another name, and set the variable in the command"
             yield Finding(path=("secrets", index), message=message, hint=hint, code="NOT_SUPPORTED")
-    if spec.data_url:
-        message, hint = f"{why}, and data is fetched as the service", "mount it, and name the path"
-        yield Finding(path=("data",), message=message, hint=hint, code="NOT_SUPPORTED")
+    for field, url in (("data", spec.data_url), ("output", spec.output_url)):
+        if url:
+            message, hint = f"{why}, and {field} by URL is copied as the service", "mount it, and name the path"
+            yield Finding(path=(field,), message=message, hint=hint, code="NOT_SUPPORTED")
     for role in spec.roles:
         at: Path = ("roles", role.name)
         if role.run is None:

@@ -402,6 +402,28 @@ class JobRequeued(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UploadStarted(JobEvent):
+    """The job holds no devices any more, and its output is being copied to its URL before it ends (S)."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadEnded(JobEvent):
+    """The output folder of a job was copied to its URL, or ``error`` says why not and where its files stay (S).
+
+    ``notes`` name what is not under its own path there: links, and files that several machines have.
+    """
+
+    url: str
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded(JobEvent):
     """The one terminal event of a job (M; S for a job that never had a master)."""
 

@@ -374,6 +374,16 @@ class JobSpec(JsonValue):
         """The URL that ``data`` is, of which each machine has a copy; None for a path, which is there."""
         return self.data if self.data and "://" in self.data else None
 
+    @property
+    def output_url(self) -> str | None:
+        """The URL that ``output`` is, to which its folder is copied when the job ends; None for a path."""
+        return self.output if self.output and "://" in self.output else None
+
+    @property
+    def output_dir(self) -> str | None:
+        """The path that ``output`` is; None where instances write into a folder of the job."""
+        return None if self.output_url else self.output
+
     def role(self, name: str) -> RoleSpec:
         """The role of that name. Raises KeyError."""
         for role in self.roles:

@@ -111,6 +111,7 @@ class Reason(StrEnum):
     ENV_SETUP_FAILED = _fails("user", "The environment could not be made.")
     IMPORT_ERROR = _fails("user", "The workload could not be imported.")
     DATA_UNREACHABLE = _fails("data", "The data could not be reached.")
+    OUTPUT_UNREACHABLE = _fails("data", "The URL of the output cannot be written to.")
     DATA_ERROR = _fails("data", "Items of the data failed on different instances.")
     OUTPUT_FULL = _fails("infra", "The output directory is full or gone.")
     NAN_LOSS = _fails("user", "The reported loss is not finite.")

@@ -33,6 +33,8 @@ from rota.spec.events import (
     RolledBack,
     StopAsked,
     TimerFired,
+    UploadEnded,
+    UploadStarted,
 )
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, NodeId, RoleName
@@ -489,3 +491,37 @@ def test_processes_that_ended_themselves_since_no_master_answered_cost_the_budge
     driven.settle()
     found = [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
     assert {one.level for one in found} == {"process"} and driven.ctx.state is JobState.RUNNING
+
+
+URL = "s3://team/run7"
+
+
+@pytest.mark.parametrize(
+    ("stop", "error", "ends"),
+    [
+        (False, "", (JobState.SUCCEEDED, Reason.COMPLETED, "")),
+        (False, "output: busy", (JobState.FAILED, Reason.OUTPUT_UNREACHABLE, "output: busy")),
+        (True, "output: busy", (JobState.CANCELLED, Reason.STOPPED_BY_USER, "output: busy")),
+    ],
+)
+def test_the_end_waits_for_the_upload_and_says_what_was_not_uploaded(driven, stop: bool, error: str, ends: tuple):
+    driven.run(rl(output=URL))
+    driven.feed(StopAsked() if stop else InstanceEnded(role=RoleName("loop"), rank=0, epoch=Epoch(1)))
+    driven.settle()
+    assert driven.ctx.state is JobState.STOPPING and driven.ctx.uploads and not driven.ctx.gangs
+    driven.feed(UploadStarted(url=URL))
+    driven.settle()
+    assert driven.ctx.uploads and driven.ctx.uploads_since_s == driven.ctx.at_s
+    driven.feed(UploadEnded(url=URL, error=error))
+    driven.settle()
+    ended = driven.records[-1].event
+    assert isinstance(ended, JobEnded) and (ended.state, ended.reason, ended.text) == ends
+
+
+def test_a_job_that_is_queued_again_uploads_nothing_yet(driven):
+    driven.run(rl(output=URL))
+    driven.feed(PREEMPT)
+    driven.settle(hold="save/")
+    assert not driven.ctx.uploads
+    driven.settle()
+    assert driven.ctx.state is JobState.QUEUED

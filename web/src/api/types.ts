@@ -376,7 +376,7 @@ export interface InstanceRow {
   error: LossFields | null;
 }
 
-/** One job with every instance; `output` is the folder of what it leaves, `url` its page. */
+/** One job with every instance; `output` is the folder of what it leaves, `url` its page. `output_url` is where that folder is copied when the job ends, empty for nowhere; `upload` how that went. */
 export interface JobDocument {
   id: string;
   uid: string;
@@ -419,6 +419,8 @@ export interface JobDocument {
   seq: number;
   events: number;
   output: string;
+  output_url: string;
+  upload: UploadFields | null;
   url: string;
 }
 
@@ -998,6 +1000,16 @@ export interface TokenRow {
   made_by: string;
   expires_at: string | null;
   revoked: boolean;
+}
+
+/** A copy of the output folder at its URL; `error` says why there is none, `notes` what is not as it was. */
+export interface UploadFields {
+  url: string;
+  files: number;
+  bytes: number;
+  seconds: number;
+  error: string;
+  notes: string[];
 }
 
 /** Use of the cluster over the last while, in equal steps; `gpus` are those there are now. */

@@ -286,7 +286,8 @@ class JobContext:
     newest first. ``next_spec`` holds changes that take effect with the next attempt. ``asks``
     are gangs beside those of the admission, ``sizes`` the numbers of instances that were asked for. ``resized_s`` is
     when a world last changed its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave,
-    and until when.
+    and until when. ``uploads_since_s`` is when the upload of the output began, ``upload_error``
+    why it is not at its URL, empty once it is.
     """
 
     job: JobId
@@ -326,6 +327,8 @@ class JobContext:
     copy_tries: int = 0
     copy_fails: int = 0
     losses: tuple[Loss, ...] = ()
+    uploads_since_s: float | None = None
+    upload_error: str | None = None
     diagnosed: bool = False
     checked: tuple[NodeId, bool] | None = None
     escalated: Level | None = None
@@ -366,6 +369,14 @@ class JobContext:
     def released(self) -> bool:
         """True when no reservation is held and no process is left that must go."""
         return not self.gangs and not any(one.terminating for one in self.instances.values())
+
+    @property
+    def uploads(self) -> bool:
+        """True when nothing but its output, which goes to a URL, keeps the job from its end."""
+        ending = self.ending
+        if ending is None or ending.requeue or ending.phase != "stop" or not self.released:
+            return False
+        return self.spec is not None and self.spec.output_url is not None and self.upload_error is None
 
     @property
     def shares_tensors(self) -> bool:

@@ -74,6 +74,8 @@ def emits(ctx: JobContext) -> Generator[Emit, None, str]:
     Returns what the next one waits for.
     """
     if ctx.ending is not None:
+        if ctx.uploads:
+            return "its output is being uploaded"
         if ctx.released and ctx.ending.phase == "stop":
             yield _end(ctx, ctx.ending)
         return shutdown.PHASES[ctx.ending.phase]
@@ -186,14 +188,17 @@ def _end(ctx: JobContext, ending: Ending) -> Emit:
     if ending.requeue:
         again = JobRequeued(attempt=ctx.attempt, reason=ending.reason, counts=ending.counts)
         return Emit(event=again, key=f"requeue/{ctx.attempt}")
+    reason, text = ending.reason, "; ".join(filter(None, (ending.text, ctx.upload_error)))
+    if ctx.upload_error and reason is Reason.COMPLETED:
+        reason = Reason.OUTPUT_UNREACHABLE
     try:
-        state = final_state(ending.reason)
+        state = final_state(reason)
     except KeyError:
         state = JobState.CANCELLED if ending.role is None else JobState.FAILED
     ended = JobEnded(
         state=state,
-        reason=ending.reason,
-        text=ending.text,
+        reason=reason,
+        text=text,
         role=ending.role,
         rank=ending.rank,
         traceback=ending.traceback,

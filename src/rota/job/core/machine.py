@@ -56,6 +56,8 @@ from rota.spec.events import (
     ScaleAsked,
     StopAsked,
     TimerFired,
+    UploadEnded,
+    UploadStarted,
 )
 from rota.spec.ids import Epoch, GangId, JobId
 from rota.spec.job import JobSpec, changed_spec, started_spec
@@ -253,6 +255,10 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
                 spec=changed_spec(ctx.spec, losses.changeable(changes)),
                 next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
             )
+        case UploadStarted():
+            return replace(ctx, uploads_since_s=ctx.at_s)
+        case UploadEnded(error=error):
+            return replace(ctx, upload_error=error)
         case JobEnded(state=state, reason=reason):
             return moved(ctx, state, end_reason=reason, open_failover=None, losses=())
         case _:

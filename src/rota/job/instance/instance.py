@@ -314,7 +314,7 @@ class Instance:
     async def _find_unfit(self) -> None:
         config = self._config
         dirs = Home.of(config.place.home).job(config.place.job)
-        output = Path(config.spec.output) if config.spec.output else dirs.output
+        output = Path(config.spec.output_dir or dirs.output)
         folders = (dirs.work, output, Path(checkpoint_dir(config.spec, config.place)))
         try:
             async with asyncio.timeout(CHECK_MAX_S):

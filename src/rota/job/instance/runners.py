@@ -158,10 +158,12 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
     home = Home.of(config.place.home)
     dirs = home.job(config.place.job)
     work = dirs.work / f"{config.id.role}-{config.id.rank}"
-    output = Path(config.spec.output) if config.spec.output else dirs.output
+    output = Path(config.spec.output_dir or dirs.output)
     checkpoints = Path(checkpoint_dir(config.spec, config.place))
     named = (
-        (config.spec.output, config.spec.checkpoint and config.spec.checkpoint.dir) if config.spec.run_as else ("", "")
+        (config.spec.output_dir, config.spec.checkpoint and config.spec.checkpoint.dir)
+        if config.spec.run_as
+        else ("", "")
     )
     for path, by_tenant in ((work, ""), (output, named[0]), (checkpoints, named[1])):
         if not by_tenant:  # what a tenant names must be there, and be its user's

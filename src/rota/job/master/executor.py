@@ -373,7 +373,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         "ROTA_EPOCH": str(command.epoch),
         "ROTA_ATTEMPT": str(attempt),
         NODE: str(command.bundle.node),
-        "ROTA_OUTPUT_DIR": spec.output or str(dirs.output),
+        "ROTA_OUTPUT_DIR": spec.output_dir or str(dirs.output),
         "ROTA_CHECKPOINT_DIR": checkpoint_dir(spec, place),
         "PYTHONUNBUFFERED": "1",
         secrets.VARIABLE: " ".join((place.owner, *spec.secrets)) if spec.secrets else "",

@@ -23,7 +23,7 @@ from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.api import RESOURCES
 from rota.service.control.loop import ServiceLoop
-from rota.service.control.submission import Submission, check_data, check_image, with_interfaces, workdir_of
+from rota.service.control.submission import Submission, check_image, check_urls, with_interfaces, workdir_of
 from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import placed, problems_of, read_job
 from rota.service.models.base import document
@@ -243,7 +243,7 @@ class Intake:
         spec = await self._read(given)
         self._check_right(spec, caller)
         check_image(spec, given)
-        await asyncio.to_thread(check_data, spec, given)
+        await asyncio.to_thread(check_urls, spec, given)
         if caller is not None:  # without a service there are no other jobs, and no queues with users
             spec = self._with_dependencies(self._as_tenant(spec, given), given, caller)
         spec = await self._planned(spec, given)

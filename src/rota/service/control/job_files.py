@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,12 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rota.runtime.clock import Clock, iso
+from rota.runtime.data_cache import NOTES_MAX, DataFailed, Uploaded, apart
+from rota.runtime.environ import Home
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES, READ_BYTES_MAX, FileRow, FileRows
 from rota.runtime.output import LocalLog, LogFile, instance_of, key_of, log_files
 from rota.service.control.engine import Engine
+from rota.service.control.submission import store_environ
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, RotaError, UnknownName
+from rota.spec.events import UploadEnded
 from rota.spec.ids import JobId
 
 T = TypeVar("T")
@@ -28,6 +35,10 @@ AGAIN_S = 10.0
 THREADS_MAX = 8
 """Requests that wait for other machines at once; they have threads of their own, so that no other request waits."""
 SEEN_MAX = 2000
+UPLOAD_PAUSES_S = (5.0, 30.0, 120.0)
+"""Pauses before further tries of an upload, each of which tries every file several times."""
+
+_log = logging.getLogger("rota.service")
 
 
 @dataclass(slots=True)
@@ -238,3 +249,62 @@ async def texts_elsewhere(
         except (EngineUnavailable, UnknownName):
             continue
     return found
+
+
+async def upload_output(
+    job: JobHistory, installation: Installation, engine: Engine, home: Home, clock: Clock
+) -> UploadEnded:
+    """Copy the output folder of a job, from every machine that had a process of it, to the URL of its output.
+
+    Tried again after each of ``UPLOAD_PAUSES_S``; then the event says why not, and where the files stay.
+    """
+    url, dirs, began_s = job.spec.output_url or "", home.job(job.id), clock.monotonic_s()
+    env = store_environ(job.spec, job.submitted.user)
+    for pause_s in (*UPLOAD_PAUSES_S, None):
+        try:
+            notes = await _gather(job, installation, engine, home)
+            found = await apart("upload", str(home.root), url, str(dirs.output), str(dirs.gathered), env=env)
+        except (DataFailed, RotaError, OSError) as error:
+            _log.warning("output of %s: %s", job.id, error)
+            if pause_s is not None:
+                await clock.sleep(pause_s)
+                continue
+            where = " and ".join((str(dirs.output), *(f"on {host}" for host in sorted(hosts_of(job, installation)))))
+            said = f"output: {error}; its files stay in {where}; copy them: rota cp {job.id}: FOLDER"
+            return UploadEnded(url=url, seconds=clock.monotonic_s() - began_s, error=said)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, dirs.gathered, ignore_errors=True)
+        done: Uploaded = json.loads(found)
+        notes += [f"{name} is a link or a socket, and was left out" for name in done["left_out"]]
+        seconds = clock.monotonic_s() - began_s
+        return UploadEnded(url=url, files=done["files"], bytes=done["bytes"], seconds=seconds, notes=tuple(notes))
+    raise AssertionError("the last try returns")
+
+
+async def _gather(job: JobHistory, installation: Installation, engine: Engine, home: Home) -> list[str]:
+    """Copy the files of other machines into ``gathered``. A name that is taken gets ``@NODE``; those are returned."""
+    dirs, notes = home.job(job.id), list[str]()
+    for host in sorted(hosts_of(job, installation)):
+        try:
+            rows = await all_rows(engine, host, job.id, "output", "")
+        except UnknownName:  # nothing was written there
+            continue
+        for row in rows:
+            if row["kind"] != "file":
+                continue
+            name = row["path"]
+            if (dirs.output / name).exists() or (dirs.gathered / name).exists():
+                name = f"{name}@{host}"
+                notes.append(f"several machines have {row['path']}: that of {host} is {name}")
+            await _copy_file(engine, host, job.id, row, dirs.gathered / name)
+    return notes[:NOTES_MAX]
+
+
+async def _copy_file(engine: Engine, host: str, job: JobId, row: FileRow, place: Path) -> None:
+    await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
+    with place.open("wb") as file:
+        while file.tell() < row["bytes"]:
+            part = await engine.read_file(host, job, "output", row["path"], file.tell(), READ_BYTES_MAX)
+            if not part:
+                raise OSError(f"{row['path']} on {host} became shorter while it was read")
+            await asyncio.to_thread(file.write, part)

@@ -10,14 +10,25 @@ from typing import Any
 
 from rota.cluster.live import Scheduler, SchedulingOutcome
 from rota.runtime.clock import Clock
+from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.service.control.engine import Engine
+from rota.service.control.job_files import upload_output
 from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
-from rota.spec.events import EngineLost, EngineStateVolatile, Event, JobEnded, JobQueued, JobWaits, Record
+from rota.spec.events import (
+    EngineLost,
+    EngineStateVolatile,
+    Event,
+    JobEnded,
+    JobQueued,
+    JobWaits,
+    Record,
+    UploadStarted,
+)
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason, final_state
 from rota.spec.states import JobState
@@ -287,6 +298,8 @@ class ServiceLoop:
             wanted = (history.attempts[-1].attempt, self.engine.generation)
             if self._mastered.get(history.id) != wanted:
                 self._spawn(f"master/{history.id}", self._ensure_master(history))
+            if history.ctx.uploads:
+                self._spawn(f"upload/{history.id}", self._upload(history))
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         if name in self._tasks or self.stopping:
@@ -338,6 +351,12 @@ class ServiceLoop:
             await self._append_if_current(history, ended)
             return
         await self._append_if_current(history, JobQueued(spec=found))
+
+    async def _upload(self, history: JobHistory) -> None:
+        if history.ctx.uploads_since_s is None:
+            await self.append([UploadStarted(url=history.spec.output_url or "")], job=history.id)
+        ended = await upload_output(history, self.installation, self.engine, Home.find(), self.clock)
+        await self._write([ended], job=history.id)
 
     async def _ensure_master(self, history: JobHistory) -> None:
         attempt = history.attempts[-1].attempt

@@ -14,7 +14,7 @@ from pathlib import Path
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
-from rota.runtime.data_cache import DataFailed, apart, url_refused
+from rota.runtime.data_cache import DataFailed, apart, output_refused, url_refused
 from rota.runtime.environ import Home
 from rota.runtime.packages import python_of
 from rota.runtime.process import execute_command
@@ -79,26 +79,41 @@ def check_image(spec: JobSpec, given: Submission) -> None:
         raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
 
 
-def check_data(spec: JobSpec, given: Submission) -> None:
-    """Raises JobFileError for a URL of data whose store is not known here; blocks while libraries are imported."""
-    wrong, remedy = url_refused(spec.data_url) if spec.data_url else ("", "")
-    if wrong:
-        found = (Finding(path=("data",), message=wrong, hint=remedy, code="NOT_SUPPORTED"),)
+def check_urls(spec: JobSpec, given: Submission) -> None:
+    """Raises JobFileError for URLs whose stores are not known here; blocks while libraries are imported."""
+    found: list[Finding] = []
+    for field, url, refused in (("data", spec.data_url, url_refused), ("output", spec.output_url, output_refused)):
+        wrong, remedy = refused(url) if url else ("", "")
+        if wrong:
+            found.append(Finding(path=(field,), message=wrong, hint=remedy, code="NOT_SUPPORTED"))
+    if found:
         raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
 
 
 async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None:
-    """Why the data that a job names by URL cannot be had; fetched to this machine where jobs run ``here`` alone."""
-    if spec.data_url is None:
-        return None
-    secrets = {VARIABLE: " ".join((owner, *spec.secrets)) if spec.secrets else ""}
-    env = environ.snapshot() | dict(spec.env) | secrets
-    try:
-        await apart("fetch" if here else "check", str(Home.find().root), spec.data_url, env)
-    except DataFailed as error:
-        fault = Finding(path=("data",), message=str(error), code=str(Reason.DATA_UNREACHABLE))
-        return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,), traceback=error.output)
+    """Why the data that a job names by URL cannot be had, or its output not written to its URL.
+
+    Data is fetched to this machine where jobs run ``here`` alone.
+    """
+    asked = (
+        ("data", spec.data_url, "fetch" if here else "check", Reason.DATA_UNREACHABLE),
+        ("output", spec.output_url, "writable", Reason.OUTPUT_UNREACHABLE),
+    )
+    for field, url, what, reason in asked:
+        if url is None:
+            continue
+        try:
+            await apart(what, str(Home.find().root), url, env=store_environ(spec, owner))
+        except DataFailed as error:
+            fault = Finding(path=(field,), message=str(error), code=str(reason))
+            return Refused(reason=reason, faults=(fault,), traceback=error.output)
     return None
+
+
+def store_environ(spec: JobSpec, owner: str) -> dict[str, str]:
+    """Variables of a process that asks stores for a job: those of the service and of the job, and its secrets."""
+    secrets = {VARIABLE: " ".join((owner, *spec.secrets)) if spec.secrets else ""}
+    return environ.snapshot() | dict(spec.env) | secrets
 
 
 async def with_interfaces(spec: JobSpec, given: Submission) -> JobSpec:

@@ -433,7 +433,9 @@ class JobPart(Part):
     data: PathWord = optional(
         "`$ROTA_DATA_DIR`: a path, or a URL (`s3://`, `hf://`, `https://`) that each machine copies"
     )
-    output: PathWord = optional("`$ROTA_OUTPUT_DIR` is a folder for this job below it")
+    output: PathWord = optional(
+        "`$ROTA_OUTPUT_DIR`: a path, or a URL to which what the job wrote is copied when it ends"
+    )
     env: Literals = optional("environment variables of every role")
     packages: Packages = optional("those of every role, before its own")
     secrets: Annotated[tuple[Word, ...], Several()] = optional("names of secrets that become variables")

@@ -217,8 +217,22 @@ class ChangeRow(Timed):
     changes: Fields
 
 
+class UploadFields(TypedDict):
+    """A copy of the output folder at its URL; ``error`` says why there is none, ``notes`` what is not as it was."""
+
+    url: str
+    files: int
+    bytes: int
+    seconds: float
+    error: str
+    notes: list[str]
+
+
 class JobDocument(JobRow):
-    """One job with every instance; ``output`` is the folder of what it leaves, ``url`` its page."""
+    """One job with every instance; ``output`` is the folder of what it leaves, ``url`` its page.
+
+    ``output_url`` is where that folder is copied when the job ends, empty for nowhere; ``upload`` how that went.
+    """
 
     api: Literal["rota/v1"]
     kind: Literal["Job"]
@@ -235,6 +249,8 @@ class JobDocument(JobRow):
     seq: int
     events: int
     output: str
+    output_url: str
+    upload: UploadFields | None
     url: str
 
 

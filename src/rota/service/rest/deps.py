@@ -354,7 +354,7 @@ class JobAccess:
     def document(self, beats: Mapping[str, HeartbeatFields] | None = None) -> JobDocument:
         """The job as its caller may see it: without commands and tracebacks for who may not read it."""
         app, job = self.app, self.job
-        output = job.spec.output or str(app.home.job(job.id).output)
+        output = job.spec.output_dir or str(app.home.job(job.id).output)
         url = f"{app.settings.url}/jobs/{job.id}"
         suspected = app.suspected(job.id) if self.caller.reads(job) else ""
         found = job_document(job, app.clock.wall_s(), app.wait_of, beats, suspected=suspected, output=output, url=url)

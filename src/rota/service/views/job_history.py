@@ -131,6 +131,7 @@ class JobHistory:
     stop: e.StopAsked | None = None
     preempt: e.PreemptAsked | None = None
     edits: list[Edit] = field(default_factory=list)
+    upload: e.UploadEnded | None = None
     ended: e.JobEnded | None = None
     ended_at: float | None = None
     ran_on: dict[NodeId, set[InstanceId]] = field(default_factory=dict)
@@ -176,6 +177,8 @@ class JobHistory:
         A bundle counts while a member of it has its place there, or has not gone from there yet.
         """
         ctx = self.ctx
+        if ctx.uploads_since_s is not None and self.ended is None:
+            return Placement(gangs=())
         if not self.attempts or ctx.placement is None or not ctx.gangs:
             return self.attempts[-1].placement if self.attempts else None
         there, used = {gang.id for gang in ctx.gangs}, self._used()
@@ -250,6 +253,8 @@ class JobHistory:
                 self.waits, self.waits_at = event, at
             case e.StopAsked():
                 self.stop = event
+            case e.UploadEnded():
+                self.upload = event
             case e.PreemptAsked() if self.gives_all_back(at, event):
                 self.preempt = event
             case e.MasterStarted():
@@ -297,6 +302,8 @@ class JobHistory:
                 if self.attempts and self.preempt is not None and self.preempt.reason is reason:
                     self.attempts[-1].for_job = self.preempt.for_job
                 self.preempt = None
+            case e.UploadStarted() if before.ending is not None:
+                self._close_attempt(at, before.ending.reason)
             case e.JobEnded(reason=reason):
                 self._close_attempt(at, reason)
                 self.ended, self.ended_at = event, at

@@ -27,6 +27,7 @@ from rota.service.models.jobs import (
     ProgressReport,
     RoleRow,
     StreamRow,
+    UploadFields,
 )
 from rota.service.views.job_history import InstanceHistory, JobHistory, culprit_of
 from rota.spec.errors import BadInput
@@ -80,6 +81,8 @@ def phase(job: JobHistory) -> str:
         case JobState.RECOVERING if job.failures:
             last = job.failures[-1]
             return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(job)}"
+        case JobState.STOPPING if job.ctx.uploads:
+            return f"its output is being uploaded to {job.spec.output_url}"
         case JobState.STOPPING | JobState.PREEMPTING:
             left = sum(bool(one.now.terminating) for one in job.instances.values())
             stopping = f"{counted(left, 'process', 'processes')} yet to stop"
@@ -197,6 +200,8 @@ def job_document(
         changes=job.edits,
         events=job.last_number,
         output=output,
+        output_url=job.spec.output_url or "",
+        upload=None if job.upload is None else document(UploadFields, job.upload, notes=list(job.upload.notes)),
         url=url,
     )
 
@@ -215,6 +220,8 @@ def outlined(document: JobDocument) -> JobDocument:
         "changes": [],
         "workdir": "",
         "output": "",
+        "output_url": "",
+        "upload": None,
         "filename": "",
     }
 

@@ -15,7 +15,7 @@ from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.service.client import Client
 from rota.spec.errors import BadInput, Conflict, RotaError, TimedOut, UnknownName, nearest
-from rota.spec.resources import counted
+from rota.spec.resources import counted, format_size
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
             ("nodes", shortened(job["nodes"], 8)),
             ("workdir", job.get("workdir")),
             ("output", job.get("output")),
+            ("uploaded", _upload_text(job)),
             ("page", job.get("url")),
         ]
     )
@@ -235,6 +236,17 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
 def state_text(doc: JobDocument | Explanation) -> str:
     """The state of a Job or Explanation, since when, and what it does inside it."""
     return f"{doc['state']} for {age(doc['since'])}" + (f" ({doc['phase']})" if doc["phase"] else "")
+
+
+def _upload_text(job: JobDocument) -> str:
+    """What is at the URL of the output; empty of a job without one, and before it ends."""
+    found = job.get("upload")
+    if not found:
+        return ""
+    if found["error"]:
+        return f"no: {found['error']}"
+    what = f"{counted(found['files'], 'file')}, {format_size(found['bytes'])}, to {found['url']}"
+    return "; ".join((what, *found["notes"]))
 
 
 def _master_text(job: Mapping[str, Any]) -> str:

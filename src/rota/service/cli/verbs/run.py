@@ -441,6 +441,8 @@ def show_end(client: Client, terminal: Terminal, document: JobDocument) -> None:
     terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
     if document.get("output"):
         terminal.note(f"output: {document['output']}")
+    if (upload := document.get("upload")) and not upload["error"]:
+        terminal.note(f"uploaded: {counted(upload['files'], 'file')} to {upload['url']}")
     if document["state"] != JobState.FAILED:
         return
     first = client.failures(document["id"]).get("first") or (document.get("error") or {})

@@ -16,7 +16,7 @@ from rota.service.models.jobs import FileList
 from rota.service.models.jobs import FileRow as FileDocument
 from rota.service.rest.deps import JobAccess, ReadJob
 from rota.spec.codec import JsonObject
-from rota.spec.errors import BadInput, EngineUnavailable, UnknownName, unknown
+from rota.spec.errors import EngineUnavailable, UnknownName, unknown
 
 PATH_CHARS_MAX = 4096
 PART_BYTES_MAX = 4 * 2**20
@@ -87,10 +87,7 @@ def _machines(on: JobAccess, node: str) -> list[str]:
 
 
 def _area(on: JobAccess) -> str:
-    output = on.job.spec.output or "output"
-    if "://" in output:
-        raise BadInput(f"output {output} is an address", hint="use the tool of that store: Rota does not copy from it")
-    return output
+    return on.job.spec.output_dir or "output"
 
 
 async def _rows(on: JobAccess, host: str, path: str) -> list[FileRow]:

@@ -150,17 +150,12 @@ def test_power_cuts_in_a_row_cost_no_commit_that_another_machine_had(job: Watche
 
 
 @long
-def test_nothing_is_left_on_any_machine(job: Watched) -> None:
+def test_of_a_job_that_is_stopped_nothing_is_left_on_any_machine(job: Watched) -> None:
     over = job.site
     over.rota("stop", job.id, "--yes")
     over.ended(job.id)
     job.check_faults()
     over.until(lambda: [*job.processes().values(), *over.tensors().values()], [[]] * 6)
-    for machine in over.machines[1:]:
-        over.leave(machine)
-        assert machine.processes() == {} and machine.left_in_memory() == []
-    over.rota("down", "--force")
-    assert over.head.processes() == {} and over.head.left_in_memory() == []
 
 
 @long
@@ -178,3 +173,13 @@ def test_a_job_that_ends_while_a_machine_is_cut_off_leaves_no_tensors_there(over
     over.rota("nodes", "uncordon", over.head.name, "--yes")
     over.healthy()
     over.until(over.tensors, {machine.name: [] for machine in over.machines})
+
+
+@long
+def test_of_an_installation_nothing_is_left_on_machines_that_leave_and_on_that_of_the_service(over_three: Site) -> None:
+    over = over_three
+    for machine in over.machines[1:]:
+        over.leave(machine)
+        assert machine.processes() == {} and machine.left_in_memory() == []
+    over.rota("down", "--force")
+    assert over.head.processes() == {} and over.head.left_in_memory() == []

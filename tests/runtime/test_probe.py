@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from rota.runtime import probe, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.node import fake_devices, local_devices, local_node, nvidia_devices
-from rota.runtime.probe import Load, probe_process
+from rota.runtime.probe import Load, calls_of, probe_process
 
 SPIN = """
 import faulthandler, signal, sys
@@ -91,10 +92,11 @@ def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_
 
 def test_stacks_name_the_function_a_process_is_in(spinner) -> None:
     assert "a_hot_loop" in probe_process(identity(spinner))
+    assert re.fullmatch(r"a_hot_loop \(<string>:\d+\) < <module> \(<string>:\d+\)", calls_of(identity(spinner)))
     gone = identity(spinner)
     spinner.kill()
     process.wait_gone([gone], 30.0)
-    assert probe_process(gone) == ""
+    assert (probe_process(gone), calls_of(gone)) == ("", "")
 
 
 def test_without_py_spy_a_process_writes_its_stacks_itself(spinner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ ANSWER_S = 1.0
 _WANTS = 0.05
 """Cores that a process must have used or waited for since the look before, to count as busy."""
 _KEPT_MAX = 100
+_CALLS = 4
 # The preface of a client of HTTP/2 with an empty SETTINGS frame (RFC 9113): every gRPC server answers with its own.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
@@ -161,6 +163,14 @@ def stacks_of(which: ProcessId) -> str:
     stopped = process.is_stopped(which)  # it does not run: py-spy need not stop it, which may take long
     command = (spy, "dump", "--full-filenames", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
     return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
+
+
+def calls_of(which: ProcessId) -> str:
+    """Innermost calls of the main thread of a process, without those of imports; empty where ``stacks_of`` is."""
+    _, _, thread = stacks_of(which).partition(f"\nThread {which.pid} ")
+    lines = thread.partition("\n\n")[0].splitlines()[1:]
+    calls = (line.strip() for line in lines if "<frozen importlib" not in line)
+    return " < ".join(itertools.islice(calls, _CALLS))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from rota.runtime import process
 from rota.runtime.node import cores_allowed
-from rota.runtime.probe import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
+from rota.runtime.probe import LOOK_S, HangWatch, calls_of, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.codec import JsonObject, JsonValue
 from rota.spec.errors import EngineUnavailable
@@ -394,7 +394,9 @@ def _wait_ready(child: subprocess.Popen[bytes], state_path: Path, timeout_s: flo
         if child.poll() is not None:
             raise EngineUnavailable(f"its starter ended with {child.returncode}")
         time.sleep(_POLL_S)
-    raise EngineUnavailable(f"not ready within {timeout_s:.0f} s")
+    starter = process.identify(child.pid)
+    calls = calls_of(starter) if starter is not None else ""
+    raise EngineUnavailable(f"not ready within {timeout_s:.0f} s" + (f": its starter is in {calls}" if calls else ""))
 
 
 def _ensure_watched(files: EngineFiles, head: EngineState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -41,6 +41,14 @@ class SystemClock:
 def iso(wall_s: float) -> str:
     """ISO 8601 in UTC with milliseconds, as every JSON document shows times."""
     return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def backoff(first_s: float, max_s: float) -> Iterator[float]:
+    """Pauses between tries: each twice as long as the one before, at most ``max_s``."""
+    pause_s = first_s
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, max_s)
 
 
 def blocking_sleep(seconds: float) -> None:

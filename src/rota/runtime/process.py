@@ -23,6 +23,7 @@ from typing import TypedDict
 
 import psutil
 
+from rota.runtime.clock import backoff
 from rota.spec.codec import JsonValue
 from rota.spec.errors import TimedOut
 
@@ -330,12 +331,11 @@ def take_lock(path: Path, tried: Callable[[], bool], wait_s: float = LOCK_MAX_S)
 
     Raises TimedOut after ``wait_s``, which names the process that has it: a holder that is stopped never unlocks.
     """
-    until_s, pause_s = time.monotonic() + wait_s, _LOCK_PAUSE_S[0]
+    until_s, pauses = time.monotonic() + wait_s, backoff(*_LOCK_PAUSE_S)
     while not tried():
         if time.monotonic() > until_s:
             raise _still_locked(path, wait_s)
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, _LOCK_PAUSE_S[1])
+        time.sleep(next(pauses))
 
 
 def _still_locked(path: Path, wait_s: float) -> TimedOut:

@@ -13,11 +13,10 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from rota.runtime.clock import Clock, iso
+from rota.runtime.clock import Clock, backoff, iso
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
 from rota.runtime.random import RandomSource, secret_token
@@ -213,17 +212,17 @@ class Notifier:
 
     async def _keep(self, one: str) -> None:
         """Serve it; what fails unforeseen is begun again where it was, after a pause."""
-        pause_s, longest_s = RETRY_S
+        pauses = backoff(*RETRY_S)
         while True:
-            began_s = self._clock.monotonic_s()
+            began_s, pause_s = self._clock.monotonic_s(), next(pauses)
             try:
                 await self._serve(one)
             except Exception as error:  # noqa: BLE001 - the edge of its task; one webhook must not end the others
-                served_s = self._clock.monotonic_s() - began_s
-                pause_s = RETRY_S[0] if served_s > pause_s else pause_s
+                if self._clock.monotonic_s() - began_s > pause_s:
+                    pauses = backoff(*RETRY_S)
+                    pause_s = next(pauses)
                 _log.error("webhook %s failed, and waits %.0f s: %r", one, pause_s, error)
             await self._clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
 
     async def _serve(self, one: str) -> None:
         import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
@@ -281,9 +280,8 @@ class Notifier:
         """Until it is taken (2xx), at most ``GIVE_UP_S``; the same ``Rota-Event-Id`` each time."""
         import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
 
-        pause_s, longest_s = RETRY_S
         until_s = self._clock.monotonic_s() + GIVE_UP_S
-        for attempt in count():
+        for attempt, pause_s in enumerate(backoff(*RETRY_S)):
             headers = {"Content-Type": "application/json", "Rota-Event-Id": str(number)}
             headers["Rota-Signature"] = signature(secret, int(self._clock.wall_s()), body)
             try:
@@ -299,4 +297,3 @@ class Notifier:
                 return
             _log.warning("webhook %s: notice %s waits %.0f s: %s", to.id, number, pause_s, cause)
             await self._clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)

@@ -13,7 +13,7 @@ from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.resize import places
 from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
 from rota.runtime import secrets
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, backoff
 from rota.runtime.environ import NODE, Home
 from rota.runtime.launcher import (
     Call,
@@ -137,7 +137,7 @@ class Executor:
         if older is not None:
             older.cancel()
             await asyncio.gather(older, return_exceptions=True)
-        pause_s, began_s = RETRY_S[0], self.clock.monotonic_s()
+        pauses, began_s = backoff(*RETRY_S), self.clock.monotonic_s()
         while True:
             try:
                 event = await self._effect(command, ctx)
@@ -147,9 +147,9 @@ class Executor:
                 if late and isinstance(command, LIMITED):
                     event = _given_up(command, error)
                     break
+                pause_s = next(pauses)
                 sys.stderr.write(f"{command.id}: {type(error).__name__}: {error}; again in {pause_s:g} s\n")
                 await self.clock.sleep(pause_s)
-                pause_s = min(pause_s * 2, RETRY_S[1])
         if event is not None:
             self.report(event)
 

@@ -23,7 +23,7 @@ from rota.job.rpc import dispatch
 from rota.job.rpc.payload import unpicklable_at
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.job.rpc.tracing import Waiting, size_of
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, backoff
 from rota.runtime.launcher import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
 from rota.spec.errors import BadInput, CallFailed, CallLost, RoleDown, RolledBack, TimedOut
@@ -431,7 +431,7 @@ class RpcClient:
         )
         wait = self.waiting.begin(route.target, "call", op.name, call=sending.call_id)
         answered, size = False, sending.size
-        broken, (pause_s, pause_max_s) = "", RECONNECT_S
+        broken, pauses = "", backoff(*RECONNECT_S)
         try:
             while True:  # as long as the process lives and the deadline is not over
                 try:
@@ -441,8 +441,7 @@ class RpcClient:
                     broken = str(error)
                     if not error.unsure or not await self._is_alive(peer):
                         return Lost(broken)
-                await self._clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, pause_max_s)
+                await self._clock.sleep(next(pauses))
             answered = not isinstance(found, Refusal)
             size += size_of(found)
         except CallTimeout:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from rota.runtime import environ, process
+from rota.runtime.clock import backoff
 from rota.runtime.job_files import INSTALLATION, FileRows
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import ExecResult, RunFolder, Spawn
@@ -420,7 +421,7 @@ class GatewayClient:
     # -- keeping the gateway alive ------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        pause_s, pause_max_s = _BACKOFF_S
+        pauses = backoff(*_BACKOFF_S)
         while True:
             try:
                 opened = await self._open()
@@ -428,10 +429,9 @@ class GatewayClient:
                 _log.error("the gateway cannot be started: %s", error)
                 opened = None
             if opened is None or not await self._is_own(*opened):
-                await asyncio.sleep(pause_s * (0.5 + self._random.rng().random() / 2))
-                pause_s = min(pause_s * 2, pause_max_s)
+                await asyncio.sleep(next(pauses) * (0.5 + self._random.rng().random() / 2))
                 continue
-            pause_s = _BACKOFF_S[0]
+            pauses = backoff(*_BACKOFF_S)
             reader, self._writer = opened
             self._parted.clear()
             self._connected.set()

@@ -34,6 +34,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rota.runtime import environ, process
+from rota.runtime.clock import backoff
 from rota.runtime.launcher import (
     Call,
     CallTimeout,
@@ -398,7 +399,7 @@ class RayLauncher:
 
     async def _call_master(self, name: str, call: Call) -> object:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        pause_s, pause_max_s = _MASTER_RETRY_S
+        pauses = backoff(*_MASTER_RETRY_S)
         until_s = deadline or time.monotonic() + _MASTER_AWAY_S
         while True:
             sent_s = time.monotonic()
@@ -408,11 +409,10 @@ class RayLauncher:
                 now_s = time.monotonic()
                 if deadline is None and now_s - sent_s > _FIND_S:  # a master had the call, and died meanwhile
                     until_s = now_s + _MASTER_AWAY_S
-                if until_s - now_s <= pause_s:
+                if until_s - now_s <= (pause_s := next(pauses)):
                     limit_s = _MASTER_AWAY_S if deadline is None else call.timeout_s
                     raise CallTimeout(f"{name} gave no answer within {limit_s} s: {error}") from error
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, pause_max_s)
 
     async def _send(self, name: str, call: Call, deadline: float | None = None) -> object:
         actor = self._actors.get(name) or await self._lookup(name)

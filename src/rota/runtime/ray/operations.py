@@ -21,7 +21,7 @@ from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_gr
 from ray.exceptions import RayError
 
 from rota.runtime import process
-from rota.runtime.clock import blocking_sleep
+from rota.runtime.clock import backoff, blocking_sleep
 from rota.runtime.environ import INSTALLATION, Home
 from rota.runtime.launcher import (
     Call,
@@ -154,16 +154,15 @@ class GatewayOps:
         return await self._launcher.start_master(wanted, avoid=self.machines.unusable, timeout_s=_START_S)
 
     async def _keep(self, wanted: MasterStart) -> None:
-        pause_s, pause_max_s = _BACKOFF_S
+        pauses = backoff(*_BACKOFF_S)
         while True:
             cause = await self._launcher.wait_end(master_name(wanted.job))
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(next(pauses))
             try:
                 await self._start(wanted)
-                pause_s = _BACKOFF_S[0]
+                pauses = backoff(*_BACKOFF_S)
             except Exception as error:  # noqa: BLE001 - a constructor may raise anything; it is tried again, more slowly
                 _say(f"master of {wanted.job} ended ({cause}) and does not start: {type(error).__name__}: {error}")
-                pause_s = min(pause_s * 2, pause_max_s)
 
     async def _watch(self, job: JobId) -> None:
         """End a master that hangs, also while it starts; Ray starts it again, as after any other death."""
@@ -377,11 +376,11 @@ async def keep_warm(state: EngineState, count: int) -> None:
 
     None is added while others start, which need the cores; what does not come is asked for ever more seldom.
     """
-    pause_s, pause_max_s = WARM_PAUSE_S
+    pauses = backoff(*WARM_PAUSE_S)
     while process.is_alive(state.raylet):
         enough = await warm_up(state, count)
-        await asyncio.sleep(pause_s)
-        pause_s = WARM_PAUSE_S[0] if enough else min(2 * pause_s, pause_max_s)
+        await asyncio.sleep(next(pauses))
+        pauses = backoff(*WARM_PAUSE_S) if enough else pauses
 
 
 async def warm_up(state: EngineState, count: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
-from rota.runtime.clock import SystemClock, iso
+from rota.runtime.clock import SystemClock, backoff, iso
 from rota.runtime.random import SeededRandom, SystemRandom, encode, ulid
 from rota.testing.memory import VirtualClock
 
@@ -22,6 +24,10 @@ def test_the_system_clock_does_not_run_backwards() -> None:
     clock = SystemClock()
     readings = [clock.monotonic_s() for _ in range(100)]
     assert readings == sorted(readings)
+
+
+def test_pauses_double_up_to_their_limit() -> None:
+    assert list(islice(backoff(0.2, 1.0), 5)) == [0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_times_are_shown_in_utc_with_milliseconds() -> None:

@@ -46,14 +46,17 @@ def stop(which: ProcessId) -> None:
 
 def test_a_process_stopped_at_three_looks_hangs_and_one_that_was_continued_in_between_does_not(start) -> None:
     which = start(SLEEPS)
-    watch = HangWatch(which)
+    watch = HangWatch()
     stop(which)
-    assert [watch.look() for _ in range(STOPPED_LOOKS - 1)] == ["", ""]
+    assert [watch.look(which) for _ in range(STOPPED_LOOKS - 1)] == ["", ""]
     os.kill(which.pid, signal.SIGCONT)
     os.waitid(os.P_PID, which.pid, os.WCONTINUED)
-    assert watch.look() == ""
+    assert watch.look(which) == ""
     stop(which)
-    assert [watch.look() for _ in range(STOPPED_LOOKS)] == ["", "", "was stopped by a signal"]
+    assert [watch.look(which) for _ in range(STOPPED_LOOKS)] == ["", "", "was stopped by a signal"]
+    other = start(SLEEPS)
+    stop(other)
+    assert watch.look(other) == "", "another process than before is counted anew"
 
 
 def test_a_silent_process_that_wants_no_processor_hangs_after_ten_looks_and_an_answer_begins_the_count_anew(
@@ -62,17 +65,17 @@ def test_a_silent_process_that_wants_no_processor_hangs_after_ten_looks_and_an_a
     which = start(SLEEPS)
     while (demand := process.demand_of(which)) is not None and demand.runs:
         pass  # from its word to its sleep
-    watch = HangWatch(which)
-    assert watch.look(answers=False) == "", "the first look has nothing to compare with"
-    assert {watch.look(answers=False) for _ in range(SILENT_LOOKS - 1)} == {""}
-    assert watch.look(answers=True) == ""
-    found = [watch.look(answers=False) for _ in range(SILENT_LOOKS)]
+    watch = HangWatch()
+    assert watch.look(which, answers=False) == "", "the first look has nothing to compare with"
+    assert {watch.look(which, answers=False) for _ in range(SILENT_LOOKS - 1)} == {""}
+    assert watch.look(which, answers=True) == ""
+    found = [watch.look(which, answers=False) for _ in range(SILENT_LOOKS)]
     assert set(found[:-1]) == {""} and "gave no answer for 10 s" in found[-1]
 
 
 def test_a_silent_process_that_computes_is_busy_for_ever(start) -> None:
-    watch = HangWatch(start(SPINS))
-    assert {watch.look(answers=False) for _ in range(5 * SILENT_LOOKS)} == {""}
+    which, watch = start(SPINS), HangWatch()
+    assert {watch.look(which, answers=False) for _ in range(5 * SILENT_LOOKS)} == {""}
 
 
 def test_a_process_that_waits_for_a_core_is_busy_also_while_it_gets_none(
@@ -80,8 +83,8 @@ def test_a_process_that_waits_for_a_core_is_busy_also_while_it_gets_none(
 ) -> None:
     waited = iter(range(100))
     monkeypatch.setattr(process, "demand_of", lambda which: Demand(seconds=float(next(waited)), runs=False))
-    watch = HangWatch(start(SLEEPS))
-    assert {watch.look(answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
+    which, watch = start(SLEEPS), HangWatch()
+    assert {watch.look(which, answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
 
 
 def test_a_process_that_waits_for_the_disk_is_busy_for_no_signal_reaches_it(start) -> None:
@@ -90,13 +93,13 @@ def test_a_process_that_waits_for_the_disk_is_busy_for_no_signal_reaches_it(star
     which = start(waits + "while os.getppid() == me: time.sleep(0.05)\nos._exit(0)")
     while process.state_of(which) != process._STATES["D"]:
         assert process.is_alive(which)
-    watch = HangWatch(which)
-    assert {watch.look(answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
+    watch = HangWatch()
+    assert {watch.look(which, answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
 
 
 def test_a_process_that_is_gone_does_not_hang() -> None:
-    watch = HangWatch(ProcessId(pid=os.getpid(), start_time=1.0))
-    assert {watch.look(answers=False) for _ in range(2 * SILENT_LOOKS)} == {""}
+    which, watch = ProcessId(pid=os.getpid(), start_time=1.0), HangWatch()
+    assert {watch.look(which, answers=False) for _ in range(2 * SILENT_LOOKS)} == {""}
 
 
 def test_what_was_ended_is_noted_and_the_note_has_a_limit(

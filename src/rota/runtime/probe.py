@@ -42,16 +42,19 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0,
 
 
 class HangWatch:
-    """The looks at one process; ``look`` is to be called about every ``LOOK_S``."""
+    """The looks at the process of one part; ``look`` is to be called about every ``LOOK_S``."""
 
-    def __init__(self, which: ProcessId) -> None:
-        self.which = which
-        self._stopped = self._silent = 0
-        self._before: tuple[float, float] | None = None
+    def __init__(self) -> None:
+        self.which: ProcessId | None = None
 
-    def look(self, *, answers: bool = True) -> str:
-        """Why the process counts as hung, empty while it does not. ``answers``: it answered since the last look."""
-        stopped, wants = process.is_stopped(self.which), self._wants()
+    def look(self, which: ProcessId, *, answers: bool = True) -> str:
+        """Why the process counts as hung, empty while it does not; another one than before is counted anew.
+
+        ``answers``: it answered since the last look.
+        """
+        if which != self.which:
+            self.which, self._stopped, self._silent, self._before = which, 0, 0, None
+        stopped, wants = process.is_stopped(which), self._wants(which)
         self._stopped = self._stopped + 1 if stopped else 0
         self._silent = 0 if answers or wants else self._silent + 1
         if self._stopped >= STOPPED_LOOKS:
@@ -60,8 +63,8 @@ class HangWatch:
             return f"gave no answer for {SILENT_LOOKS * LOOK_S:.0f} s and used no processor"
         return ""
 
-    def _wants(self) -> bool:
-        demand, now_s = process.demand_of(self.which), time.monotonic()
+    def _wants(self, which: ProcessId) -> bool:
+        demand, now_s = process.demand_of(which), time.monotonic()
         if demand is None:  # it is gone, which is not a hang
             return True
         before, self._before = self._before, (now_s, demand.seconds)
@@ -97,11 +100,15 @@ def master_part(job: str) -> str:
     return f"master of {job}"
 
 
-def end_hung(which: ProcessId, run: Path, part: str, why: str) -> bool:
-    """SIGKILL a process that hangs and note it in the folder ``run`` of the installation; False when it was gone."""
+def end_hung(which: ProcessId, run: Path, part: str, why: str, *, wait_s: float = 0.0) -> bool:
+    """SIGKILL a process that hangs and note it in the folder ``run`` of the installation; False when it was gone.
+
+    Waits up to ``wait_s`` for its end.
+    """
     if not process.send_signal(which, signal.SIGKILL):
         return False
     note_replaced(run, part, which.pid, why)
+    process.wait_gone((which,), wait_s)
     return True
 
 

@@ -442,14 +442,13 @@ class GatewayClient:
 
     async def _watch(self) -> None:
         """End a gateway that hangs, so that another is started, whoever started this one."""
-        looks: HangWatch | None = None
+        looks = HangWatch()
         while True:
             await asyncio.sleep(LOOK_S)
             record = self._files.run.find_alive(RECORD)
             if record is None:
                 continue
-            looks = looks if looks is not None and looks.which == record.id else HangWatch(record.id)
-            if why := looks.look(answers=await self._is_heard()):
+            if why := looks.look(record.id, answers=await self._is_heard()):
                 _log.error("the gateway, process %s, %s: it is started again", record.pid, why)
                 end_hung(record.id, self._files.run.path, RECORD, why)
 

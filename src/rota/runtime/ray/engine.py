@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -459,7 +460,7 @@ class Watcher:
         self._stopping = False
         self._looked_s = time.monotonic()
         self._gcs_deaths = list[float]()
-        self._looks = dict[ProcessId, HangWatch]()
+        self._looks = defaultdict[str, HangWatch](HangWatch)
         self._ports = dict[ProcessId, int]()
         self._ended = set[ProcessId]()
         """What hung: its death is noted already."""
@@ -491,13 +492,12 @@ class Watcher:
             return
         self._looked_s = now_s
         parts = {"raylet": self._state.raylet, "control store": self._state.gcs}
-        watched = {which: part for part, which in parts.items() if which is not None and process.is_alive(which)}
-        self._looks = {which: self._looks.get(which) or HangWatch(which) for which in watched}
-        for which, look in self._looks.items():
-            if why := look.look(answers=process.is_stopped(which) or self._answers(which)):
-                end_hung(which, self._path.parent.parent, watched[which], why)
+        for part, which in parts.items():
+            if which is None or not process.is_alive(which):
+                continue
+            if why := self._looks[part].look(which, answers=process.is_stopped(which) or self._answers(which)):
+                end_hung(which, self._path.parent.parent, part, why, wait_s=_STOP_S)
                 self._ended.add(which)
-                process.wait_gone((which,), _STOP_S)
 
     def _answers(self, which: ProcessId) -> bool:
         """Silence counts from the first answer on: one that has just begun listens nowhere yet."""

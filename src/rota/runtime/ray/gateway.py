@@ -17,7 +17,7 @@ import json
 import os
 import signal
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ class Gateway:
     def __init__(self, home: Path, settings: EngineSettings, namespace: str) -> None:
         self._home, self._settings, self._namespace = home, settings, namespace
         self._run, self._socket = home / "run", GatewayFiles(home).socket
-        self._looks = dict[process.ProcessId, HangWatch]()
-        self._supervisor: HangWatch | None = None
+        self._looks = defaultdict[str, HangWatch](HangWatch)
+        self._supervisor = HangWatch()
         self._supervisor_gone = 0
         self._answers: OrderedDict[str, asyncio.Future[JsonObject]] = OrderedDict()
         self._tasks = set[asyncio.Task[None]]()
@@ -252,11 +252,10 @@ class Gateway:
         """Start the supervisor of the service again where the service does not: it may be gone too."""
         record = RunFolder(self._run).read(SUPERVISOR)
         if record is None:
-            self._supervisor = None
             return
-        if self._supervisor is None or self._supervisor.which != record.id:
-            self._supervisor, self._supervisor_gone = HangWatch(record.id), 0
-        if why := self._supervisor.look():
+        if self._supervisor.which != record.id:
+            self._supervisor_gone = 0
+        if why := self._supervisor.look(record.id):
             end_hung(record.id, self._run, SUPERVISOR, why)
         self._supervisor_gone = 0 if process.is_alive(record.id) else self._supervisor_gone + 1
         if self._supervisor_gone == _SUPERVISOR_GONE:
@@ -265,12 +264,9 @@ class Gateway:
 
     def _end_hung_watchers(self) -> None:
         """Who watches the engine is watched from here."""
-        records = [one for one in RunFolder(self._run).alive() if one.name.startswith("engine-")]
-        self._looks = {one.id: self._looks.get(one.id) or HangWatch(one.id) for one in records}
-        for which, looks in self._looks.items():
-            if why := looks.look():
-                end_hung(which, self._run, "watcher of the engine", why)
-                process.wait_gone((which,), _ENGINE_CHECK_S)
+        for one in RunFolder(self._run).alive():
+            if one.name.startswith("engine-") and (why := self._looks[one.name].look(one.id)):
+                end_hung(one.id, self._run, "watcher of the engine", why, wait_s=_ENGINE_CHECK_S)
 
     def _stamped(self, message: JsonObject) -> JsonObject:
         return {**message, "gateway": os.getpid(), "engine": self._engine}

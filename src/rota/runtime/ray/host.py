@@ -350,10 +350,10 @@ def _wait_gone(pid: int) -> None:
             poller = select.poll()
             poller.register(gone, select.POLLIN)
             which = process.identify(pid)
-            looks = None if which is None else HangWatch(which)
+            looks = HangWatch()
             while not poller.poll(LOOK_S * 1000):
-                if looks is not None and looks.look():  # stopped: the pipes fill up, and hold up who writes
-                    process.send_signal(looks.which, signal.SIGKILL)
+                if which is not None and looks.look(which):  # stopped: the pipes fill up, and hold up who writes
+                    process.send_signal(which, signal.SIGKILL)
         finally:
             os.close(gone)
 

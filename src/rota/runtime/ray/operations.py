@@ -166,28 +166,26 @@ class GatewayOps:
 
     async def _watch(self, job: JobId) -> None:
         """End a master that hangs, also while it starts; Ray starts it again, as after any other death."""
-        looks: HangWatch | None = None
+        looks = HangWatch()
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                looks = await self._look(job, looks)
+                await self._look(job, looks)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the engine or the master is away
                 _say(f"the {master_part(job)} is looked at later: {type(error).__name__}: {error}")
 
-    async def _look(self, job: JobId, looks: HangWatch | None) -> HangWatch | None:
-        answers, why = await self._answers(job), ""
-        if looks is not None and process.is_alive(looks.which):
-            why, pid = looks.look(answers=answers), looks.which.pid
-            why = why if why and end_hung(looks.which, self._run, master_part(job), why) else ""
-        else:
+    async def _look(self, job: JobId, looks: HangWatch) -> None:
+        part, answers, which = master_part(job), await self._answers(job), looks.which
+        if which is None or not process.is_alive(which):
             pid, node = await self._launcher.place_of(master_name(job))
-            known = process.identify(pid) if node == ray.get_runtime_context().get_node_id() else None
-            looks = None if known is None else HangWatch(known)
-            if pid and known is None and not answers and (why := await _end_if_hung_there(node, pid)):
-                note_replaced(self._run, master_part(job), pid, why)
-        if why:
-            _say(f"the {master_part(job)}, process {pid}, {why}: it is started again")
-        return looks
+            if node != ray.get_runtime_context().get_node_id():
+                if pid and not answers and (why := await _end_if_hung_there(node, pid)):
+                    note_replaced(self._run, part, pid, why)
+                    _say(f"the {part}, process {pid}, {why}: it is started again")
+                return
+            which = process.identify(pid)
+        if which is not None and (why := looks.look(which, answers=answers)) and end_hung(which, self._run, part, why):
+            _say(f"the {part}, process {which.pid}, {why}: it is started again")
 
     async def _answers(self, job: JobId) -> bool:
         """True when the loop of the master turns."""
@@ -335,9 +333,9 @@ def _end_if_hung(pid: int) -> str:
     """Ten looks at a silent process of this machine; one that hangs is ended."""
     if (which := process.identify(pid)) is None:
         return ""
-    looks = HangWatch(which)
+    looks = HangWatch()
     for _ in range(SILENT_LOOKS + 1):
-        if why := looks.look(answers=False):
+        if why := looks.look(which, answers=False):
             process.send_signal(which, signal.SIGKILL)
             return why
         blocking_sleep(LOOK_S)

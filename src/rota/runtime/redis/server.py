@@ -178,7 +178,7 @@ class StoppedServer:
 
     def __init__(self, home: environ.Home) -> None:
         self._home = home
-        self._looks: HangWatch | None = None
+        self._looks = HangWatch()
         self._looked_s = 0.0
 
     def __call__(self) -> None:
@@ -189,9 +189,7 @@ class StoppedServer:
         server = _find_recorded(self._home)
         if server is None:
             return
-        if self._looks is None or self._looks.which != server.process:
-            self._looks = HangWatch(server.process)
-        if why := self._looks.look():
+        if why := self._looks.look(server.process):
             end_hung(server.process, self._home.run, "registry", why)
 
 

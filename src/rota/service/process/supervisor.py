@@ -54,7 +54,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._home = settings, Home.of(settings.home)
         self._clock = SystemClock()
-        self._looks: HangWatch | None = None
+        self._looks = HangWatch()
         self._hung: ProcessId | None = None
         self._died_s: float | None = None
         self._failures = 0
@@ -117,13 +117,11 @@ class Supervisor:
         return found
 
     def _look(self, which: ProcessId) -> None:
-        if self._looks is None or self._looks.which != which:
-            self._looks, self._since_s = HangWatch(which), self._clock.monotonic_s()
-            self._standby_failures = 0
-        if why := self._looks.look(answers=self._pulse_age_s() < PULSE_MAX_S):
+        if self._looks.which != which:
+            self._since_s, self._standby_failures = self._clock.monotonic_s(), 0
+        if why := self._looks.look(which, answers=self._pulse_age_s() < PULSE_MAX_S):
             _log.error("the service, process %s, %s: it is started again", which.pid, why)
-            end_hung(which, self._home.run, "service", why)
-            process.wait_gone((which,), END_S)
+            end_hung(which, self._home.run, "service", why, wait_s=END_S)
             self._hung = which
 
     def _pulse_age_s(self) -> float:

@@ -88,32 +88,30 @@ async def wait_removed(home: Home, clock: Clock) -> None:
 
 async def watch_parts(app: AppState) -> None:
     """Until cancelled: keep the supervisor, and put into the log what the watchers noted."""
-    looks: HangWatch | None = None
+    looks = HangWatch()
     while True:
         try:
-            looks = await asyncio.to_thread(_watch_supervisor, app, looks)
+            await asyncio.to_thread(_watch_supervisor, app, looks)
             await _log_replaced(app)
         except (OSError, RotaError) as error:  # the disk or the store is away: looked at again
             _log.warning("the parts of the installation: %s", error)
         await app.clock.sleep(LOOK_S)
 
 
-def _watch_supervisor(app: AppState, looks: HangWatch | None) -> HangWatch | None:
+def _watch_supervisor(app: AppState, looks: HangWatch) -> None:
     """Start the supervisor again when it is gone or hangs; a service that was started without one has none."""
     run = RunFolder(app.home.run)
     record = run.read(SUPERVISOR)
     if record is None:
-        return None
-    if not process.is_alive(record.id):
-        if looks is not None and looks.which == record.id:
-            note_replaced(run.path, SUPERVISOR, record.pid, "ended")
-        ensure_supervisor(app.settings, app.home)
-        return None
-    looks = looks if looks is not None and looks.which == record.id else HangWatch(record.id)
-    if why := looks.look():
-        end_hung(record.id, run.path, SUPERVISOR, why)
-        process.wait_gone((record.id,), END_S)
-    return looks
+        return
+    if process.is_alive(record.id):
+        if why := looks.look(record.id):
+            end_hung(record.id, run.path, SUPERVISOR, why, wait_s=END_S)
+        return
+    if looks.which == record.id:
+        note_replaced(run.path, SUPERVISOR, record.pid, "ended")
+        looks.which = None  # noted once
+    ensure_supervisor(app.settings, app.home)
 
 
 async def _log_replaced(app: AppState) -> None:

@@ -22,6 +22,8 @@ LOOP_ROLE = RoleName("loop")
 STREAM_LOOP = "rota.job.streams:drain"
 """Import path of the loop of a job that has streams and no loop of its own."""
 AUTO_PLAN = "auto"
+CHANGEABLE = ("queue", "priority", "time_limit_s", "grace_s", "retry", "labels")
+"""Fields of a job that may change after submit without a new attempt."""
 
 Restart = Literal["process", "role", "node", "job"]
 EdgeKind = Literal["call", "stream", "grad", "handoff"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.makers import command, loop, spec
 
-from rota.job.core import losses
+from rota.job.core import attempt
 from rota.job.core.context import GangDemand, HeldGang, JobContext, replace
 from rota.job.core.transitions import (
     ASK,
@@ -70,7 +70,7 @@ def test_the_error_of_an_undeclared_transition_carries_the_event_that_made_it(dr
         return moved(ctx, JobState.QUEUED)
 
     driven.run(spec(command("a"), loop()))
-    monkeypatch.setattr(losses, "lose", back_to_the_queue)
+    monkeypatch.setattr(attempt, "lose", back_to_the_queue)
     with pytest.raises(InvalidTransition) as found:
         driven.feed(InstanceLost(role=RoleName("a"), rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED))
     assert "InstanceLost" in str(found.value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rota.job.core import losses, migration, repetition, resize, shutdown, survival
+from rota.job.core import attempt, migration, repetition, resize, shutdown, survival
 from rota.job.core.context import Ending, HeldGang, InstanceRecord, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
@@ -60,7 +60,7 @@ from rota.spec.events import (
     UploadStarted,
 )
 from rota.spec.ids import Epoch, GangId, JobId
-from rota.spec.job import JobSpec, changed_spec, started_spec
+from rota.spec.job import CHANGEABLE, JobSpec, changed_spec, started_spec
 from rota.spec.reasons import Reason
 from rota.spec.states import GangState, InstanceState, JobState
 
@@ -160,17 +160,17 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
         case _, InstanceEnded(epoch=epoch):
             return _with_instance(ctx, event, lambda one: _ended(one, epoch))
         case _, InstanceLost():
-            return losses.lose(ctx, event)
+            return attempt.lose(ctx, event)
         case _, ProgressStalled():
-            return losses.stall(ctx, event)
+            return attempt.stall(ctx, event)
         case _, GangReserveFailed():
-            return losses.reservation_failed(ctx, event)
+            return attempt.reservation_failed(ctx, event)
         case _, NodeChecked(node=node, fit=fit) if ctx.losses:
             return replace(ctx, checked=(node, fit))
         case _, FailoverStarted():
             return open_failover(ctx, event)
         case ((JobState.RECOVERING | JobState.RESIZING), FailoverEnded()):
-            return losses.close(ctx, event)
+            return attempt.close(ctx, event)
         case _, GangAsked():
             return resize.noted(ctx, event)
         case _, GangGranted():
@@ -180,20 +180,20 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
         case _, ScaleAsked():
             return resize.scaled(ctx, event)
         case _, RolledBack():
-            return losses.roll_back(ctx, event)
+            return attempt.roll_back(ctx, event)
         case _, Committed():
             return _commit(ctx, event)
         case _, MoveAsked():
             return migration.asked(ctx, event)
         case _, StopAsked():
-            return losses.stop(ctx, event)
+            return attempt.stop(ctx, event)
         case _, PreemptAsked(gang=str(gang)) if (fewer := resize.without(ctx, gang)) is not None:
             return fewer
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
             ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
             return shutdown.begin(ctx, ending, JobState.PREEMPTING)
         case _, TimerFired(timer=timer, doing=doing):
-            return losses.fire(ctx, timer, doing)
+            return attempt.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 
@@ -201,7 +201,7 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
 def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
     match ctx.state, event:
         case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
-            return losses.stop(ctx, event)
+            return attempt.stop(ctx, event)
         case JobState.STOPPING, StopAsked() if ending.phase != "stop":
             return shutdown.stopped_now(ctx)
         case JobState.RECOVERING, PreemptAsked():
@@ -209,9 +209,9 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case JobState.PREEMPTING, PreemptAsked():
             return shutdown.preempted_again(ctx, event, ending)
         case _, GangReserveFailed(gang=gang, epoch=epoch):
-            return losses.without_gang(ctx, gang, epoch, GangState.RESERVING)
+            return attempt.without_gang(ctx, gang, epoch, GangState.RESERVING)
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
-            queued = losses.requeue(ctx, event)
+            queued = attempt.requeue(ctx, event)
             return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
         case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
             return shutdown.committed(_commit(ctx, event), event)
@@ -224,7 +224,7 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case _, InstanceEnded(epoch=epoch) if ending.phase != "stop":
             return _with_instance(ctx, event, lambda one: _ended(one, epoch))
         case _, TimerFired(timer=timer, doing=doing):
-            return losses.fire(ctx, timer, doing)
+            return attempt.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 
@@ -235,24 +235,24 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case MasterStarted(master_epoch=epoch) if epoch > ctx.master_epoch:
             return replace(ctx, master_epoch=epoch, attached=False)
         case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
-            return losses.reattach(ctx, event)
+            return attempt.reattach(ctx, event)
         case GangReserved(gang=gang, epoch=epoch):
             return _reserved(ctx, gang, epoch)
         case GangReleased(gang=gang, epoch=epoch):
-            return resize.released(losses.without_gang(ctx, gang, epoch, GangState.RELEASING), gang)
+            return resize.released(attempt.without_gang(ctx, gang, epoch, GangState.RELEASING), gang)
         case InstanceStarted():
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
-            return _with_instance(ctx, event, lambda one: losses.stopped(one, epoch))
-        case CheckpointSaved(n=n) if ctx.checkpoint_n <= n <= losses.kept(ctx):
+            return _with_instance(ctx, event, lambda one: attempt.stopped(one, epoch))
+        case CheckpointSaved(n=n) if ctx.checkpoint_n <= n <= attempt.kept(ctx):
             saved = survival.note_checkpoint(ctx, event)
             return replace(saved, boundary=migration.at_boundary(saved))
         case CommitCopied():
-            return survival.note_copies(ctx, event, losses.kept(ctx))
+            return survival.note_copies(ctx, event, attempt.kept(ctx))
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
-                spec=changed_spec(ctx.spec, losses.changeable(changes)),
+                spec=changed_spec(ctx.spec, {path: changes[path] for path in CHANGEABLE if path in changes}),
                 next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
             )
         case UploadStarted():
@@ -292,7 +292,7 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
         ),
         instances={one: resize.anew(ctx, ctx.instances[one], epoch) for one in graph.instances},
     )
-    return losses.restore_point(ctx.with_placement(event.placement, ()))
+    return attempt.restore_point(ctx.with_placement(event.placement, ()))
 
 
 def _reserved(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:

@@ -27,7 +27,7 @@ from rota.service.jobfile.validation import (
 )
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
-from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.job import CHANGEABLE, JobSpec, RoleSpec
 from rota.spec.queue import OwnedCells, OwnedLevel, Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, Res, counted
@@ -65,13 +65,13 @@ _PLAIN: Mapping[str, Callable[[object], float | None]] = {
     "grace_s": _seconds,
     "retry": _retry,
 }
-CHANGEABLE = ("queue", *_PLAIN, "labels.NAME")
+_NAMES = ", ".join((*CHANGEABLE[:-1], "labels.NAME"))
 
 
 def checked_changes(changes: Mapping[str, object], spec: JobSpec, scheduler: Scheduler) -> dict[str, object]:
     """The changes as they go into the event. Raises BadInput or UnknownName, naming field, value and rule."""
     if not changes:
-        raise BadInput("there is nothing to change", hint=f"these fields can: {', '.join(CHANGEABLE)}")
+        raise BadInput("there is nothing to change", hint=f"these fields can: {_NAMES}")
     checked: dict[str, object] = {}
     labels = dict(spec.labels)
     for path, value in changes.items():
@@ -88,7 +88,7 @@ def checked_changes(changes: Mapping[str, object], spec: JobSpec, scheduler: Sch
             labels[name] = value
             checked["labels"] = [list(pair) for pair in sorted(labels.items())]
         else:
-            raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")
+            raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {_NAMES}")
     return checked
 
 

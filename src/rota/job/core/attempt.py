@@ -1,4 +1,4 @@
-"""Events that end or bound an attempt, as folds: lost and hung instances, timers, a new master, stops, requeues."""
+"""What happens in an attempt, as folds: losses, timers, a new master, a stop, the requeue, where the next begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM, end_or_retry, job_level_ending
 from rota.job.core.resize import anew, refused
 from rota.job.core.transitions import moved
-from rota.spec.codec import JsonObject
 from rota.spec.events import (
     FailoverEnded,
     GangReserveFailed,
@@ -229,10 +228,6 @@ def _without_reservation(ctx: JobContext, gang: HeldGang) -> JobContext:
     return end_or_retry(ctx, job_level_ending(ctx, cause))
 
 
-CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry", "labels"})
-"""Fields of a job that may change after submit without a new attempt."""
-
-
 def stop(ctx: JobContext, event: StopAsked) -> JobContext:
     """The job is asked to end; the reason decides the final state."""
     return moved(ctx, JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
@@ -304,8 +299,3 @@ def restore_point(ctx: JobContext) -> JobContext:
         return replace(ctx, rollback_to=newest)
     fetches = any(survival.source_for(ctx, one) is not None for one in survival.keepers(ctx))
     return replace(ctx, rollback_to=None, hosts=ctx.hosts if fetches else survival.hosts_now(ctx))
-
-
-def changeable(changes: JsonObject) -> JsonObject:
-    """Those of the changes that need no new attempt."""
-    return {path: value for path, value in changes.items() if path in CHANGEABLE}

@@ -14,12 +14,13 @@ from standing import HELLO, Standing, with_service
 from rota.job.core.desired import next_emit
 from rota.runtime.environ import Home
 from rota.service.control import job_files, loop
-from rota.service.control.submission import Submission, check_urls
+from rota.service.control.submission import Submission, check_urls, with_stores
 from rota.service.jobfile.reader import read_job
 from rota.spec.commands import Emit
 from rota.spec.errors import JobFileError
 from rota.spec.events import GangReleased, InstanceEnded, InstanceStopped, JobAdmitted, UploadEnded
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId
+from rota.spec.job import JobSpec
 from rota.spec.states import JobState
 
 pytest.importorskip("fsspec")
@@ -216,3 +217,64 @@ def test_a_url_that_keeps_no_output_is_refused_at_its_place(url: str, said: str)
         check_urls(read_job(text, filename="job.yaml"), Submission(source=text))
     (problem,) = caught.value.problems
     assert (problem.loc, problem.line, problem.code) == ("output", 2, "NOT_SUPPORTED") and said in problem.message
+
+
+STORES = {"datasets": "s3://team/sets/", "results": "file:///shared/results"}
+
+
+def with_names(line: str) -> JobSpec:
+    text = f"name: named\n{line}\nroles: {{main: {{run: [echo, hi]}}}}\n"
+    return with_stores(read_job(text, filename="job.yaml"), Submission(source=text), STORES)
+
+
+def test_named_stores_stand_for_their_urls() -> None:
+    spec = with_names("data: datasets:/imagenet\noutput: results:/run7")
+    assert (spec.data, spec.output) == ("s3://team/sets/imagenet", "file:///shared/results/run7")
+    assert (spec.data_url, spec.output_dir) == (spec.data, None)
+    spec = with_names("data: /mnt/a:/b\noutput: folder:x")
+    assert (spec.data, spec.output) == ("/mnt/a:/b", "folder:x")
+    assert with_names("data: datasets:/").data == "s3://team/sets/"
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint", "code"),
+    [
+        ("data: dataset:/a", "has no store 'dataset'", "did you mean 'datasets'", "UNKNOWN_NAME"),
+        ("output: zzz:/a", "has no store 'zzz'", "stores: datasets, results", "UNKNOWN_NAME"),
+        ("output: results:run7", "'run7' is not a path in the store", "write results:/run7", "BAD_TYPE"),
+        ("output: results:/../x", "leaves the store 'results'", "without '..'", "BAD_TYPE"),
+    ],
+)
+def test_a_store_that_is_not_there_is_refused_with_the_nearest_name(
+    line: str, message: str, hint: str, code: str
+) -> None:
+    with pytest.raises(JobFileError) as caught:
+        with_names(line)
+    (problem,) = caught.value.problems
+    assert (problem.loc, problem.line, problem.code) == (line.partition(":")[0], 2, code)
+    assert message in problem.message and hint in problem.hint
+
+
+@pytest.mark.slow
+def test_a_service_knows_the_stores_of_its_settings_and_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, there = tmp_path / "home", tmp_path / "there"
+    monkeypatch.setenv("ROTA_HOME", str(home))
+    home.mkdir()
+    table = f'[stores]\nteam = "file://{there}"\nmore = "s3://ada:secret@bucket/x"\n'
+    (home / "config.toml").write_text(table)
+    (there / "set1").mkdir(parents=True)
+    (there / "set1" / "a.txt").write_text("alpha")
+
+    async def test(service: Standing) -> None:
+        await service.submit(JOB.format(url="team:/set1"))
+        await service.until("reads-1", JobState.ADMITTED)
+        (found,) = (home / "cache" / "data").glob("*/a.txt")
+        assert found.read_text() == "alpha"
+        stores = (await service.get("/status"))["stores"]
+        assert stores == {"team": f"file://{there}", "more": "s3://ada:***@bucket/x"}
+        answer = await service.http.post("/api/v1/jobs", json={"source": JOB.format(url="taem:/set1")})
+        assert "did you mean 'team'" in answer.json()["errors"][0]["hint"]
+
+    with_service(home, test)

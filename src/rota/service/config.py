@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import platformdirs
 
 from rota.spec.errors import BadInput
+from rota.spec.ids import NAME_PATTERN
 from rota.spec.resources import pretend_nodes
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Settings:
         str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
     ] = ""
     poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
+    stores: Annotated[str, "Named URLs, `NAME=URL` with spaces between: `data: NAME:/path`. In the file a table."] = ""
     logs_kept_days: Annotated[float, "Days that logs of a job are kept after its end. 0: for ever."] = 0.0
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -73,6 +75,11 @@ class Settings:
         """Where the service of these settings answers; ``server`` wins over host and port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return self.server.rstrip("/") or f"http://{host}:{self.port}"
+
+    @property
+    def store_urls(self) -> dict[str, str]:
+        """The URL of each named store."""
+        return dict(one.split("=", 1) for one in self.stores.split())
 
     @property
     def root(self) -> Path:
@@ -90,7 +97,12 @@ class Settings:
 def _without_password(name: str, value: str | float) -> str | float:
     if name == "token" and value:
         return "(set)"
-    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", str(value)) if name.endswith("_url") else value
+    return masked_url(str(value)) if name.endswith("_url") or name == "stores" else value
+
+
+def masked_url(url: str) -> str:
+    """A URL, or a text with some, without passwords."""
+    return re.sub(r"(//[^:/@\s]*:)[^@\s]*@", r"\1***@", url)
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
@@ -174,6 +186,8 @@ def _read_file(path: Path) -> dict[str, object]:
     for name in found:
         if name not in _NAMES:
             raise BadInput(f"{path}: unknown setting {name!r}", hint=f"settings: {', '.join(_NAMES)}")
+    if isinstance(stores := found.get("stores"), dict):
+        found["stores"] = " ".join(f"{name}={url}" for name, url in stores.items())
     return found
 
 
@@ -202,6 +216,11 @@ def _checked(settings: Settings, given: _Given) -> Settings:
         for name in ("ray_address", "pretend"):
             if other := getattr(settings, name):
                 raise given.wrong("listen", f"cannot be combined with {name}={other}: no machine can join that")
+    for one in settings.stores.split():
+        name, _, url = one.partition("=")
+        if not NAME_PATTERN.match(name) or "://" not in url:
+            hint = "[stores] in config.toml: datasets = 's3://bucket/prefix'; a store that is mounted: file:///path"
+            raise given.wrong("stores", f"has {masked_url(one)!r}, which is not NAME=URL", hint)
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

@@ -115,10 +115,12 @@ def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     from rota.runtime.clock import SystemClock
     from rota.runtime.environ import Home
     from rota.runtime.random import SystemRandom
+    from rota.service.config import load_settings
     from rota.service.control.intake import Intake
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
-    intake = Intake(loop, home=Home.find(), clock=SystemClock(), random_source=SystemRandom())
+    stores = load_settings().store_urls
+    intake = Intake(loop, home=Home.find(), clock=SystemClock(), random_source=SystemRandom(), stores=stores)
     return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 

@@ -912,7 +912,7 @@ export interface StartingRow {
   since: string | null;
 }
 
-/** The service and its parts; `warnings` name what is not well. */
+/** The service and its parts; `stores` are named URLs for jobs, `warnings` name what is not well. */
 export interface StatusDocument {
   api: "rota/v1";
   kind: "Status";
@@ -927,6 +927,7 @@ export interface StatusDocument {
   pretend: string | null;
   parts: Record<string, Record<string, unknown>>;
   cluster: ClusterTotals;
+  stores: Record<string, string>;
   warnings: string[];
 }
 

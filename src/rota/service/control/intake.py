@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rota.cluster.core.explain import SchedulerExplanation
@@ -23,7 +24,14 @@ from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.api import RESOURCES
 from rota.service.control.loop import ServiceLoop
-from rota.service.control.submission import Submission, check_image, check_urls, with_interfaces, workdir_of
+from rota.service.control.submission import (
+    Submission,
+    check_image,
+    check_urls,
+    with_interfaces,
+    with_stores,
+    workdir_of,
+)
 from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import placed, problems_of, read_job
 from rota.service.models.base import document
@@ -66,8 +74,17 @@ _DRY_RUN = JobId("(dry run)")
 class Intake:
     """The way into the log for new jobs."""
 
-    def __init__(self, loop: ServiceLoop, *, home: Home, clock: Clock, random_source: RandomSource) -> None:
+    def __init__(
+        self,
+        loop: ServiceLoop,
+        *,
+        home: Home,
+        clock: Clock,
+        random_source: RandomSource,
+        stores: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._loop, self._home, self._clock, self._random = loop, home, clock, random_source
+        self._stores = stores
         self._one_at_a_time = asyncio.Lock()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
         self._searches = asyncio.Lock()
@@ -243,6 +260,7 @@ class Intake:
         spec = await self._read(given)
         self._check_right(spec, caller)
         check_image(spec, given)
+        spec = with_stores(spec, given, self._stores)
         await asyncio.to_thread(check_urls, spec, given)
         if caller is not None:  # without a service there are no other jobs, and no queues with users
             spec = self._with_dependencies(self._as_tenant(spec, given), given, caller)

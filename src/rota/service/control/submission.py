@@ -23,8 +23,8 @@ from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
 from rota.spec.check import Finding, image_refused
 from rota.spec.codec import JsonObject
-from rota.spec.errors import JobFileError
-from rota.spec.ids import RoleName
+from rota.spec.errors import JobFileError, nearest
+from rota.spec.ids import NAME_PATTERN, RoleName
 from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
 
@@ -77,6 +77,40 @@ def check_image(spec: JobSpec, given: Submission) -> None:
     """Raises JobFileError for an image that was not said to be ignored."""
     if not given.ignore_image and (found := image_refused(spec)):
         raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
+
+
+def with_stores(spec: JobSpec, given: Submission, stores: Mapping[str, str]) -> JobSpec:
+    """The job with the URLs of the named stores that ``data`` and ``output`` name as ``STORE:/path``.
+
+    Raises JobFileError for a store that is not there, and a path that leaves it.
+    """
+    found: dict[str, str] = {}
+    faults: list[Finding] = []
+    for field, value in (("data", spec.data), ("output", spec.output)):
+        name, colon, path = (value or "").partition(":")
+        if not colon or path.startswith("//") or not NAME_PATTERN.match(name):
+            continue
+        if not path.startswith("/") and name not in stores:
+            continue  # a file of that name
+        if wrong := _store_refused(name, path, stores):
+            faults.append(Finding(path=(field,), message=wrong[0], hint=wrong[1], code=wrong[2]))
+        else:
+            found[field] = f"{stores[name].rstrip('/')}{path}"
+    if faults:
+        raise JobFileError(placed(faults, given.source, filename=given.filename, sets=given.sets))
+    return replace(spec, **found) if found else spec
+
+
+def _store_refused(name: str, path: str, stores: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """What is wrong with ``NAME:PATH``, what to do, and its code."""
+    if name not in stores:
+        hint = nearest(name, sorted(stores), "stores")
+        return f"this installation has no store {name!r}", f"{hint}; see: rota status", "UNKNOWN_NAME"
+    if not path.startswith("/"):
+        return f"{path!r} is not a path in the store {name!r}", f"write {name}:/{path}", "BAD_TYPE"
+    if ".." in path.split("/"):
+        return f"{path!r} leaves the store {name!r}", "write a path without '..'", "BAD_TYPE"
+    return None
 
 
 def check_urls(spec: JobSpec, given: Submission) -> None:

@@ -431,10 +431,10 @@ class JobPart(Part):
     checkpoint: CheckpointPart = optional("durable checkpoints")
     workdir: PathWord = optional("where the code is", default="folder of the file")
     data: PathWord = optional(
-        "`$ROTA_DATA_DIR`: a path, or a URL (`s3://`, `hf://`, `https://`) that each machine copies"
+        "`$ROTA_DATA_DIR`: a path, or a URL (`s3://`, `hf://`) or `STORE:/path` that each machine copies"
     )
     output: PathWord = optional(
-        "`$ROTA_OUTPUT_DIR`: a path, or a URL to which what the job wrote is copied when it ends"
+        "`$ROTA_OUTPUT_DIR`: a path, or a URL or `STORE:/path` to which what was written is copied when the job ends"
     )
     env: Literals = optional("environment variables of every role")
     packages: Packages = optional("those of every role, before its own")

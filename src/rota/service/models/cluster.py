@@ -280,7 +280,7 @@ class ClusterDocument(ClusterTotals):
 
 
 class StatusDocument(Headed):
-    """The service and its parts; ``warnings`` name what is not well."""
+    """The service and its parts; ``stores`` are named URLs for jobs, ``warnings`` name what is not well."""
 
     kind: Literal["Status"]
     state: str
@@ -294,6 +294,7 @@ class StatusDocument(Headed):
     pretend: str | None
     parts: dict[str, JsonObject]
     cluster: ClusterTotals
+    stores: dict[str, str]
     warnings: list[str]
 
 

@@ -100,7 +100,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         random_source=random_source,
         loop=loop,
         forecasts=forecasts,
-        intake=Intake(loop, home=home, clock=clock, random_source=random_source),
+        intake=Intake(loop, home=home, clock=clock, random_source=random_source, stores=settings.store_urls),
         auth=auth,
         vault=vault,
         notifier=notifier,

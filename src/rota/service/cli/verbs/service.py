@@ -248,6 +248,7 @@ def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("profile", doc.get("profile")),
             ("nodes", _nodes(doc, cluster)),
             ("next up", f"with --pretend {kept} again; --pretend none returns to this machine" if kept else ""),
+            ("stores", ", ".join(f"{name}:/ is {url}" for name, url in (doc.get("stores") or {}).items())),
             ("jobs", jobs),
             ("still running", ", ".join(map(str, doc.get("still_running", [])))),
         ]

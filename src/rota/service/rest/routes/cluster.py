@@ -19,6 +19,7 @@ from rota.cluster.live import queue_from_json
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
+from rota.service.config import masked_url
 from rota.service.control.changes import broken_queues, read_queues
 from rota.service.models.alerts import AlertList
 from rota.service.models.base import REFUSAL, Sent, document
@@ -139,6 +140,7 @@ async def status_document(app: AppState) -> StatusDocument:
         pretend=app.settings.pretend or None,
         parts={"store": store, **parts},
         cluster=cluster_totals(installation),
+        stores={name: masked_url(url) for name, url in app.settings.store_urls.items()},
         warnings=_warnings(app),
     )
 

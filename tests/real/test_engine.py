@@ -71,7 +71,7 @@ def shared(shared_home: Path):
 async def start_master(client: GatewayClient, home: Path, job: str) -> dict[str, Any]:
     folder = home / job
     folder.mkdir(exist_ok=True)
-    return await client.ensure_master(job, "master_target:CountingMaster", {"folder": str(folder)}, timeout_s=LIMIT_S)
+    return await client.start_master(job, "master_target:CountingMaster", {"folder": str(folder)}, timeout_s=LIMIT_S)
 
 
 async def until(found: Callable[[], Awaitable[Any]], what: str) -> Any:

@@ -27,6 +27,7 @@ from rota.runtime.ray.client import (
 from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.ray.gateway import ENGINE_LOST, Gateway
 from rota.spec.errors import EngineUnavailable, TimedOut
+from rota.spec.ids import JobId
 
 SETTINGS = EngineSettings()
 MARK = settings_mark(SETTINGS, "rota/local")
@@ -166,13 +167,33 @@ def test_an_answer_over_the_limit_is_an_error_to_its_asker_and_to_nobody_else(tm
         serving = asyncio.create_task(own.run(GatewayFiles(tmp_path)))
         client = GatewayClient(tmp_path, SETTINGS)
         try:
-            with pytest.raises(ValueError, match=r"its answer: a message of \d+ bytes is over"):
+            with pytest.raises(EngineUnavailable, match=r"its answer: a message of \d+ bytes is over"):
                 await client.list_jobs()
             assert (await client.ping(timeout_s=LIMIT_S))["pid"] == os.getpid()
         finally:
             await client.close()
             own._leaving.set()
             assert await serving == 0
+
+    asyncio.run(body())
+
+
+def test_a_named_operation_without_an_answer_says_about_what_the_engine_was_asked(tmp_path: Path) -> None:
+    async def answer_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode({"request_id": "", "gateway": 1, "engine": "", "settings": MARK}))
+        await reader.read()
+
+    async def body() -> None:
+        server = await asyncio.start_unix_server(answer_nothing, GatewayFiles(tmp_path).address)
+        client = GatewayClient(tmp_path, SETTINGS)
+        try:
+            with pytest.raises(EngineUnavailable, match="m1: the gateway gave no answer to usage in time"):
+                await client.usage("m1", timeout_s=0.1)
+            with pytest.raises(EngineUnavailable, match="learn-1: the gateway gave no answer to sweep in time"):
+                await client.sweep(JobId("learn-1"), timeout_s=0.1)
+        finally:
+            await client.close()
+            server.close()
 
     asyncio.run(body())
 

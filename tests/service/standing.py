@@ -79,7 +79,7 @@ class PlayedEngine:
         self.asked.append(job)
         self.alive.add(job)
 
-    async def sweep(self, job: JobId) -> None:
+    async def sweep(self, job: JobId, *, give_back: str) -> None:
         self.swept.append(job)
         self.alive.discard(job)
 
@@ -175,7 +175,7 @@ class PlayedEngine:
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}
 
-    async def close(self, *, stop_engine: bool) -> None:
+    async def close(self) -> None:
         await self.terminals.close()
 
 

@@ -20,7 +20,7 @@ from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.node import LOCAL_HOST, local_node
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
-from rota.service.control.engine import GatewayEngine
+from rota.service.control.engine import Engine
 from rota.service.process import assembly, serve, tasks
 from rota.service.process.assembly import node_changes
 from rota.service.rest import app
@@ -60,13 +60,13 @@ def test_a_machine_with_another_name_is_not_offered_twice(tmp_path: Path) -> Non
 
 
 def test_machines_told_by_a_gateway_of_another_version_are_no_bug(tmp_path: Path) -> None:
-    engine = GatewayEngine(Home.of(tmp_path), db_url="", settings=EngineSettings(address="head:6379"))
+    engine = Engine(Home.of(tmp_path), db_url="", settings=EngineSettings(address="head:6379"))
 
     async def told(found: Any) -> Any:
         return found
 
     for found in ([{"host": "one"}], {"nodes": [{"no": "node"}], "alive": []}, {"nodes": []}):
-        engine._client.nodes = lambda found=found: told(found)  # pyright: ignore[reportAttributeAccessIssue]
+        engine.machines = lambda found=found: told(found)  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(EngineUnavailable):
             asyncio.run(engine.nodes())
 

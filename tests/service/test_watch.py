@@ -14,14 +14,16 @@ from rota.runtime import process
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.probe import master_part, note_replaced, noted
+from rota.runtime.process import RunFolder
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
-from rota.service.control.engine import GatewayEngine
+from rota.service.control.engine import Engine, NoEngine
 from rota.service.process import supervisor
 from rota.service.process.tasks import wait_removed, watch_parts
 from rota.service.webhooks import notice_of
-from rota.spec.errors import NotReachable, RotaError
+from rota.spec.errors import EngineUnavailable, NotReachable, RotaError
 from rota.spec.events import PartReplaced
+from rota.spec.ids import JobId
 
 
 def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path) -> None:
@@ -68,11 +70,26 @@ def test_the_failures_of_a_job_name_its_master_that_was_replaced(tmp_path: Path)
 
 
 def test_parts_that_start_with_the_first_job_say_so(tmp_path: Path) -> None:
-    engine = GatewayEngine(Home.of(tmp_path).make(), db_url="", settings=EngineSettings())
+    engine = Engine(Home.of(tmp_path).make(), db_url="", settings=EngineSettings())
     parts = asyncio.run(engine.status())
     assert {name: part["text"] for name, part in parts.items()} == dict.fromkeys(
         ("gateway", "engine", "registry"), "starts with the first job"
     )
+
+
+def test_without_ray_jobs_wait_for_an_engine_and_nothing_is_started(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = NoEngine(Home.of(tmp_path).make(), db_url="", settings=EngineSettings())
+        assert (await engine.status())["engine"] == {"state": "off", "text": "Ray is not installed"}
+        assert await engine.jobs() == () and await engine.beats(JobId("hello-1")) == {}
+        assert await engine.execute(JobId("hello-1"), "main", 0, ["true"], timeout_s=1.0) is None
+        for asked in (engine.ensure_master(JobId("hello-1")), engine.nodes(), engine.access(), engine.check_machines()):
+            with pytest.raises(EngineUnavailable, match="Ray is not installed"):
+                await asked
+        await engine.close()
+        assert engine.restarts == 0 and not RunFolder(tmp_path / "run").alive()
+
+    asyncio.run(body())
 
 
 def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:

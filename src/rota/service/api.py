@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 API_PATH = "/api/v1"
 EXECUTE_EXTRA_S = 30.0
+"""On top of what a command may take: more than the service adds, whose answer says more than a broken connection."""
 CHECK_TIMEOUT_S = 900.0
 JOIN_TIMEOUT_S = 120.0
 """For a join, which starts the engine with the first machine."""

@@ -43,6 +43,18 @@ MESSAGE_BYTES_MAX = 1 << 20
 IN_FLIGHT_MAX = 1000
 EXECUTE_EXTRA_S = 20.0
 """On top of what a command may take: to find the instance and to end what the command left."""
+NOTHING: Mapping[str, object] = {
+    "find": {"master": None, "instances": [], "reservations": []},
+    "master_status": None,
+    "master_why": None,
+    "execute": None,
+    "terminal": None,
+    "kill_master": None,
+    "sweep": {"instances": [], "reservations": []},
+    "list_jobs": [],
+    "let_go": None,
+}
+"""Operations that start no engine, with what they give where none runs."""
 RECORD = "gateway"
 LOCAL_NAMESPACE = "rota/local"
 _BACKOFF_S = (0.2, 5.0)
@@ -253,7 +265,7 @@ class GatewayClient:
         """Start the engine, or adopt the living one; returns its status."""
         return await self._ask("start_engine", {}, timeout_s=timeout_s)
 
-    async def nodes(self, *, timeout_s: float = 60.0) -> MachinesDocument:
+    async def machines(self, *, timeout_s: float = 60.0) -> MachinesDocument:
         """``nodes``: the machines of a given engine with what each has; ``alive``: the names of all that live.
 
         No other installation on that engine uses them until ``let_go``.
@@ -272,7 +284,7 @@ class GatewayClient:
         """Let other installations use the machines of a given engine."""
         await self._ask("let_go", {}, timeout_s=timeout_s)
 
-    async def ensure_master(
+    async def start_master(
         self,
         job: JobId,
         target: str,
@@ -298,18 +310,18 @@ class GatewayClient:
 
     async def master_status(self, job: JobId, *, timeout_s: float = 2.0) -> JsonObject | None:
         """What the master of a job says of it and of the last beat of each instance; None while it does not answer."""
-        return await self.request("master_status", {"job": job}, timeout_s=timeout_s)
+        return await self._ask_once("master_status", {"job": job}, timeout_s=timeout_s)
 
     async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> JsonObject | None:
         """Who waits for whom in a job, as its master sees it now; None while it does not answer."""
-        return await self.request("master_why", {"job": job}, timeout_s=timeout_s)
+        return await self._ask_once("master_why", {"job": job}, timeout_s=timeout_s)
 
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> ExecResult | None:
         """Run a command beside an instance, once: the answer of ``execute_command``; None if that does not run."""
         args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
-        return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
+        return await self._ask_once("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
 
     async def terminal(
         self, job: JobId, role: str, rank: int, epoch: int, method: str, head: Sequence[object], *, timeout_s: float
@@ -320,11 +332,11 @@ class GatewayClient:
         """
         args = {"job": job, "role": role, "rank": rank, "epoch": epoch, "method": method, "head": list(head)}
         limit_s = timeout_s + EXECUTE_EXTRA_S
-        found = await self.request("terminal", {**args, "timeout_s": timeout_s}, timeout_s=limit_s)
+        found = await self._ask_once("terminal", {**args, "timeout_s": timeout_s}, timeout_s=limit_s)
         return None if found is None else (found[0], found[1])
 
     async def list_files(
-        self, host: str, job: JobId, area: str, path: str, after: str, *, timeout_s: float = 10.0
+        self, host: str, job: JobId, area: str, path: str = "", after: str = "", *, timeout_s: float = 10.0
     ) -> FileRows:
         """Files of a job on another machine, as ``JobFiles.listed``; also raises what that raises."""
         args = {"host": host, "job": job, "area": area, "path": path, "after": after}
@@ -366,10 +378,20 @@ class GatewayClient:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             try:
-                return await self.request(op, args, timeout_s=left_s, request_id=identity)
+                return await self._ask_once(op, args, timeout_s=left_s, request_id=identity)
             except UnknownResult:
                 if time.monotonic() > deadline:
                     raise
+
+    async def _ask_once(
+        self, op: str, args: Mapping[str, object], *, timeout_s: float, request_id: str | None = None
+    ) -> Any:
+        """As ``request``, but no answer in time or an op that the gateway does not know raises EngineUnavailable."""
+        try:
+            return await self.request(op, args, timeout_s=timeout_s, request_id=request_id)
+        except (TimedOut, ValueError) as error:
+            about = args.get("host") or args.get("job")
+            raise EngineUnavailable(f"{about}: {error}" if about else str(error)) from error
 
     async def request(
         self, op: str, args: Mapping[str, object], *, timeout_s: float, request_id: str | None = None

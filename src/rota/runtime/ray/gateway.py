@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from rota.runtime.process import SUPERVISOR, RunFolder, Spawn
 from rota.runtime.ray.client import (
     IN_FLIGHT_MAX,
     MESSAGE_BYTES_MAX,
+    NOTHING,
     EngineDocument,
     GatewayFiles,
     encode,
@@ -160,10 +160,10 @@ class Gateway:
                 return None
             case "ensure_master" | "nodes" | "usage" | "check_machines" | "list_files" | "read_file":
                 return await getattr(await self._attached(), op)(**args)
-            case _ if op in _NOTHING:
+            case _ if op in NOTHING:
                 there = self._settings.address or find_engine(self._home) is not None
                 ops = await self._attached() if there else None
-                return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
+                return NOTHING[op] if ops is None else await getattr(ops, op)(**args)
             case _:
                 raise ValueError("no such operation")
 
@@ -270,19 +270,6 @@ class Gateway:
 
     def _stamped(self, message: JsonObject) -> JsonObject:
         return {**message, "gateway": os.getpid(), "engine": self._engine}
-
-
-_NOTHING: Mapping[str, object] = {
-    "find": {"master": None, "instances": [], "reservations": []},
-    "master_status": None,
-    "master_why": None,
-    "execute": None,
-    "terminal": None,
-    "kill_master": None,
-    "sweep": {"instances": [], "reservations": []},
-    "list_jobs": [],
-    "let_go": None,
-}
 
 
 async def _busy() -> JsonObject:

@@ -37,7 +37,14 @@ from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hu
 from rota.runtime.process import ExecResult
 from rota.runtime.ray import machines
 from rota.runtime.ray.agent import Agents, end_agents
-from rota.runtime.ray.client import FoundDocument, MachinesDocument, MasterDocument, ProcessDocument, SweptDocument
+from rota.runtime.ray.client import (
+    EXECUTE_EXTRA_S,
+    FoundDocument,
+    MachinesDocument,
+    MasterDocument,
+    ProcessDocument,
+    SweptDocument,
+)
 from rota.runtime.ray.directory import RayDirectory, key_of_job
 from rota.runtime.ray.engine import HOST_LABEL, EngineState, host_selector
 from rota.runtime.ray.launcher import MasterStart, RayLauncher
@@ -51,7 +58,6 @@ from rota.spec.measured import CheckFacts, MachineUsage
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
-_EXECUTE_EXTRA_S = 10.0
 _WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
@@ -238,7 +244,7 @@ class GatewayOps:
         return max(map(handle_of, names), key=lambda one: one.epoch, default=None)
 
     async def _ask_instance(self, to: Handle, method: str, head: list[object], timeout_s: float) -> Any:
-        limit_s = timeout_s + _EXECUTE_EXTRA_S
+        limit_s = timeout_s + EXECUTE_EXTRA_S
         try:
             return await self._launcher.call(to, Call(method=method, head=tuple(head), timeout_s=limit_s, control=True))
         except ProcessGone:

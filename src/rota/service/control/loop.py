@@ -13,7 +13,7 @@ from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES
-from rota.service.control.engine import Engine
+from rota.service.control.engine import GIVE_BACK_TARGET, Engine
 from rota.service.control.job_files import upload_output
 from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages
 from rota.service.views.installation import Installation
@@ -419,6 +419,6 @@ class ServiceLoop:
             await self.wait_for(await asyncio.to_thread(self.log.last_number))
             for job in found:
                 if job not in self.installation.live:
-                    await self.engine.sweep(job)
+                    await self.engine.sweep(job, give_back=GIVE_BACK_TARGET)
         except (EngineUnavailable, StoreUnavailable) as error:
             _log.warning("sweeping later: %s", error)

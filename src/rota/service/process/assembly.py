@@ -23,7 +23,7 @@ from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.secrets import Vault
 from rota.runtime.topology import FILE, read_topology
 from rota.service.config import LOOPBACK, Settings, rota_version
-from rota.service.control.engine import Engine, GatewayEngine, NoEngine, located
+from rota.service.control.engine import Engine, NoEngine, located
 from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
 from rota.service.control.loop import ServiceLoop
@@ -160,14 +160,14 @@ def _names(settings: Settings) -> frozenset[str]:
 def make_engine(settings: Settings, home: Home) -> Engine:
     """The gateway to Ray, or its stand-in where Ray is not installed. Imports nothing of Ray."""
     found = importlib.util.find_spec("ray")
-    if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is not a package
-        return NoEngine("Ray is not installed")
+    # A mere folder of that name, as Ray leaves one in /tmp, is not a package.
+    kind = NoEngine if found is None or found.origin is None else Engine
     if settings.ray_address:
-        return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(address=settings.ray_address))
+        return kind(home, db_url=db_url(settings), settings=EngineSettings(address=settings.ray_address))
     cpus = sum(node.cpus for node in wanted_nodes(settings))
     listen = settings.listen or LOOPBACK_ADDRESS
     engine = EngineSettings(host=own_host(settings), cpus=cpus, warm=WARM, preload=PRELOAD, listen=listen)
-    return GatewayEngine(home, db_url=db_url(settings), settings=engine)
+    return kind(home, db_url=db_url(settings), settings=engine)
 
 
 def own_host(settings: Settings) -> str:

@@ -158,7 +158,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             task.cancel()
         await asyncio.gather(telling, keeping, removed, *watching, return_exceptions=True)
         ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
-        await app.engine.close(stop_engine=False)
+        await app.engine.close()
         log.close()
         if is_mine:
             app.home.service_record.unlink(missing_ok=True)

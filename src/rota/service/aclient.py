@@ -159,7 +159,11 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
         ignore_image: bool = False,
         **resources: Unpack[CommandResources],
     ) -> JobDocument:
-        """See ``Client.run``; gives the ``Job`` document."""
+        """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
+        with cpus, gpus, memory. One that names an image is refused without ``ignore_image``.
+
+        Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
+        """
         made = partial(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
         body = await self._io.do(made)
         if ignore_image:
@@ -167,12 +171,15 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
         return await self.submit(body, key=key)
 
     async def clone(self, job: str, *, set: Overrides = (), key: str = "", ignore_image: bool = False) -> JobDocument:
-        """See ``Client.clone``; gives the ``Job`` document."""
+        """Submit a job, live or ended, again as it is now, with ``set`` over it. It begins anew, without its commits.
+
+        Raises what ``run`` raises, and UnknownName for a job that does not exist.
+        """
         body = copy_of(await self.job(job), await self.spec(job), sets=set, ignore_image=ignore_image)
         return await self.submit(body, key=key)
 
     async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
-        """See ``Client.wait``."""
+        """The ``Job`` document once the job has ended. Raises TimedOut; the job keeps running then."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         while True:
             document = await self.job(job)
@@ -183,7 +190,12 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
             await self._io.sleep(poll_s)
 
     async def copy(self, job: str, path: str = "", target: str | Path = ".", *, node: str = "") -> Copied:
-        """See ``Client.copy``."""
+        """Copy a file or folder of the output folder of a job, from whichever machine has it.
+
+        As with ``cp -r``: into ``target`` where that is a folder, else under that name. Links are left out, files are
+        whole or not there. Raises UnknownName, BadInput (a path outside), Conflict (machines have different files of
+        that name and no ``node`` was given).
+        """
         root, found = Path(target), await self.files(job, path, node=node)
         files: list[tuple[FileRow, Path]] = []
         left_out: list[str] = []
@@ -207,7 +219,7 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
         return answer.content
 
     async def all_jobs(self, **filters: Unpack[JobFilters]) -> AsyncIterator[JobRow]:
-        """See ``Client.all_jobs``."""
+        """Every job of the list, page by page."""
         page = await self.jobs(**{**filters, "cursor": "", "limit": PAGE_MAX})
         while True:
             for one in page["items"]:
@@ -217,7 +229,7 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
             page = await self.jobs(**{**filters, "cursor": page["next"], "limit": PAGE_MAX})
 
     async def log_pages(self, job: str, **filters: Unpack[LogFilters]) -> AsyncIterator[LogPage]:
-        """See ``Client.log_pages``."""
+        """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
         page = await self.log_page(job, **filters)
         yield page
         while filters.get("tail") is None and page["next"] != filters.get("cursor", ""):
@@ -233,7 +245,11 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
         notice: Callable[[str], None] = lambda _: None,
         **filters: Unpack[LogFilters],
     ) -> AsyncIterator[LogLine]:
-        """See ``Client.logs``."""
+        """Log lines in the order of time; with ``follow`` until the job has ended.
+
+        ``notice`` is called with a sentence for each machine that has lines and does not answer. Raises BadInput for an
+        unknown filter.
+        """
         if not follow:
             notices = dict[str, None]()
             async for page in self.log_pages(job, **filters):
@@ -258,7 +274,7 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
                     yield line
 
     async def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> AsyncIterator[EventList]:
-        """See ``Client.event_pages``."""
+        """``EventList``, page after page to the last one."""
         page = await self.event_page(job, **filters)
         yield page
         while page["next"] is not None:
@@ -268,7 +284,9 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
     async def events(
         self, job: str = "", *, follow: bool = False, **filters: Unpack[EventFilters]
     ) -> AsyncIterator[EventRecord]:
-        """See ``Client.events``."""
+        """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
+        has ended.
+        """
         if not follow:
             async for page in self.event_pages(job, **filters):
                 for event in page["items"]:
@@ -280,7 +298,10 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
                     yield cast("EventRecord", event.document())
 
     def terminal_output(self, job: str, terminal: str) -> AsyncIterator[TerminalOutput]:
-        """See ``Client.terminal_output``."""
+        """What the program on a terminal writes, over lost connections and a new service, until it has ended.
+
+        Raises UnknownName for a job that is not there, NotReachable when the service stays away.
+        """
         return follow_terminal(self._stream, self._wait_before, self.url, job, terminal)
 
     async def _wait_before(self, tries: int) -> None:

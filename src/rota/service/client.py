@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial, wraps
 from html import escape
 from pathlib import Path
 from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -18,36 +18,29 @@ from rota.service.aclient import AsyncIo
 from rota.service.api import (
     AccountApi,
     ApiRequest,
-    Built,
-    CommandResources,
     EventFilters,
     JobApi,
-    JobFilters,
     LineFilters,
-    LogFilters,
     Overrides,
 )
-from rota.service.copy import Copied
 from rota.service.http import TIMEOUT_S, HttpOptions, refused
 from rota.service.notebook import pairs_html
-from rota.service.terminal import TerminalApi, TerminalOutput
+from rota.service.terminal import TerminalApi
 from rota.spec.errors import TimedOut
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
     from rota.service.models.jobs import (
-        EventList,
         EventRecord,
         JobDocument,
-        JobRow,
         LogLine,
-        LogPage,
         TraceDocument,
     )
     from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument, WhatIf
-    from rota.spec.job import JobSpec
 
 D = TypeVar("D")
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 PROGRESS_S = 1.0
 """Between two looks at a job whose progress is printed."""
@@ -104,6 +97,30 @@ def _each(items: AsyncIterator[T]) -> Iterator[T]:
         _now(items.aclose())
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], S], wait: Callable[[S], T]
+) -> Callable[Concatenate[Client, P], T]:
+    """The method of ``Client`` that waits with ``wait`` for what one of ``AsyncClient`` gives."""
+
+    @wraps(method)
+    def call(client: Client, /, *args: P.args, **given: P.kwargs) -> T:
+        return wait(method(client._async, *args, **given))
+
+    return call
+
+
+def _handle(
+    submit: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, JobDocument]],
+) -> Callable[Concatenate[Client, P], JobHandle]:
+    """The method of ``Client`` that gives the handle of the job which a method of ``AsyncClient`` submits."""
+
+    @wraps(submit)
+    def call(client: Client, /, *args: P.args, **given: P.kwargs) -> JobHandle:
+        return JobHandle(client, _now(submit(client._async, *args, **given)))
+
+    return call
+
+
 class Accounts(AccountApi):
     """``Client.accounts``: users, tokens, secrets, webhooks, the audit log."""
 
@@ -154,90 +171,20 @@ class Client(JobApi, TerminalApi):
         """Send one request; ``safe`` ones again when the connection broke."""
         return _now(self._async.ask(request))
 
-    def run(
-        self,
-        job: str | Path | JobSpec | Built | None = None,
-        *,
-        set: Overrides = (),
-        command: Sequence[str] | None = None,
-        workdir: str = "",
-        key: str = "",
-        ignore_image: bool = False,
-        **resources: Unpack[CommandResources],
-    ) -> JobHandle:
-        """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
-        with cpus, gpus, memory. One that names an image is refused without ``ignore_image``.
-
-        Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
-        """
-        made = self._async.run(
-            job, set=set, command=command, workdir=workdir, key=key, ignore_image=ignore_image, **resources
-        )
-        return JobHandle(self, _now(made))
-
-    def clone(self, job: str, *, set: Overrides = (), key: str = "", ignore_image: bool = False) -> JobHandle:
-        """Submit a job, live or ended, again as it is now, with ``set`` over it. It begins anew, without its commits.
-
-        Raises what ``run`` raises, and UnknownName for a job that does not exist.
-        """
-        return JobHandle(self, _now(self._async.clone(job, set=set, key=key, ignore_image=ignore_image)))
+    run = _handle(AsyncClient.run)
+    clone = _handle(AsyncClient.clone)
+    wait = _blocking(AsyncClient.wait, _now)
+    copy = _blocking(AsyncClient.copy, _now)
+    all_jobs = _blocking(AsyncClient.all_jobs, _each)
+    log_pages = _blocking(AsyncClient.log_pages, _each)
+    logs = _blocking(AsyncClient.logs, _each)
+    event_pages = _blocking(AsyncClient.event_pages, _each)
+    events = _blocking(AsyncClient.events, _each)
+    terminal_output = _blocking(AsyncClient.terminal_output, _each)
 
     def attach(self, job: str) -> JobHandle:
         """The handle of a job that exists."""
         return JobHandle(self, self.job(job))
-
-    def all_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobRow]:
-        """Every job of the list, page by page."""
-        return _each(self._async.all_jobs(**filters))
-
-    def log_pages(self, job: str, **filters: Unpack[LogFilters]) -> Iterator[LogPage]:
-        """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
-        return _each(self._async.log_pages(job, **filters))
-
-    def logs(
-        self,
-        job: str,
-        *,
-        follow: bool = False,
-        notice: Callable[[str], None] = lambda _: None,
-        **filters: Unpack[LogFilters],
-    ) -> Iterator[LogLine]:
-        """Log lines in the order of time; with ``follow`` until the job has ended.
-
-        ``notice`` is called with a sentence for each machine that has lines and does not answer. Raises BadInput for an
-        unknown filter.
-        """
-        return _each(self._async.logs(job, follow=follow, notice=notice, **filters))
-
-    def copy(self, job: str, path: str = "", target: str | Path = ".", *, node: str = "") -> Copied:
-        """Copy a file or folder of the output folder of a job, from whichever machine has it.
-
-        As with ``cp -r``: into ``target`` where that is a folder, else under that name. Links are left out, files are
-        whole or not there. Raises UnknownName, BadInput (a path outside), Conflict (machines have different files of
-        that name and no ``node`` was given).
-        """
-        return _now(self._async.copy(job, path, target, node=node))
-
-    def events(self, job: str = "", *, follow: bool = False, **filters: Unpack[EventFilters]) -> Iterator[EventRecord]:
-        """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
-        has ended.
-        """
-        return _each(self._async.events(job, follow=follow, **filters))
-
-    def terminal_output(self, job: str, terminal: str) -> Iterator[TerminalOutput]:
-        """What the program on a terminal writes, over lost connections and a new service, until it has ended.
-
-        Raises UnknownName for a job that is not there, NotReachable when the service stays away.
-        """
-        return _each(self._async.terminal_output(job, terminal))
-
-    def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> Iterator[EventList]:
-        """``EventList``, page after page to the last one."""
-        return _each(self._async.event_pages(job, **filters))
-
-    def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
-        """The ``Job`` document once the job has ended. Raises TimedOut; the job keeps running then."""
-        return _now(self._async.wait(job, timeout_s=timeout_s, poll_s=poll_s))
 
 
 class JobHandle:

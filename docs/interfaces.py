@@ -9,12 +9,12 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.service.cli.app import FAMILIES, GROUPS, VERBS, verb_function
-from rota.service.cli.verbs.flags import Flags
+from rota.service.cli.flags import Flags
 from rota.service.config import Settings
 from rota.service.jobfile.models import JobPart, json_schema
 from rota.service.jobfile.scripts import SBATCH, SHORT
 from rota.service.jobfile.validation import Kind, Part, Several, part_in
-from rota.service.metrics import Metrics
+from rota.service.metrics import Counts, Metrics
 from rota.service.rest.app import application
 from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
@@ -40,7 +40,7 @@ def page_of_commands() -> str:
         "",
         "`rota VERB ...`. With `--json` stdout is exactly one document, or one a line when following; progress and",
         "mistakes are on stderr. Without a terminal there is no colour, no question and no following.",
-        "JOB is an id or a unique beginning of one. What follows `--` in `rota run` and `rota exec` is a command,",
+        "JOB is an id or a unique prefix of one. What follows `--` in `rota run` and `rota exec` is a command,",
         "word by word.",
         "",
         "Flags of every verb:",
@@ -241,7 +241,7 @@ def page_of_metrics() -> str:
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",
     ]
-    for family in Metrics(Installation(), clock=VirtualClock(), version="").families():
+    for family in Metrics(Installation(), Counts(), clock=VirtualClock(), version="").families():
         total = "_total" if family.type == "counter" else ""
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         lines.append(f"| `{family.name}{total}` | {family.type} | {labels} | {family.documentation} |")

@@ -122,9 +122,9 @@ class Counts:
 class Metrics(Collector):
     """Every family: what the records counted, and what the installation says when it is asked."""
 
-    def __init__(self, installation: Installation, *, clock: Clock, version: str) -> None:
+    def __init__(self, installation: Installation, counts: Counts, *, clock: Clock, version: str) -> None:
         self._installation, self._clock, self._version = installation, clock, version
-        self.counts = Counts()
+        self.counts = counts
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.http = Histogram(
@@ -149,10 +149,6 @@ class Metrics(Collector):
                 ("rota_scheduler_slips", "Bugs of the scheduler that its last round met; rota status shows them."),
             )
         )
-
-    def apply(self, record: Record) -> None:
-        """Count one record; a listener of the loop."""
-        self.counts.apply(record, self._installation)
 
     def families(self) -> list[Metric]:
         """Every family, the time of requests among them."""

@@ -8,15 +8,15 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from rota.cluster.live import Scheduler, SchedulingOutcome
+from rota.cluster.live import SchedulingOutcome
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.service.control.engine import GIVE_BACK_TARGET, Engine
 from rota.service.control.job_files import upload_output
+from rota.service.control.snapshot import Views
 from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages
-from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -46,7 +46,7 @@ Listener = Callable[[Record], None]
 
 
 class ServiceLoop:
-    """Owns the read side (``installation``, ``scheduler``, listeners) and every write of the service.
+    """Owns the read side (``views``, listeners) and every write of the service.
 
     All of it lives on one event loop; only the log and the engine are reached from threads and children.
     """
@@ -57,13 +57,13 @@ class ServiceLoop:
         log: EventLog,
         writer: Writer,
         clock: Clock,
-        scheduler: Scheduler,
+        views: Views,
         engine: Engine,
         poll_s: float,
     ) -> None:
         self.log, self.writer, self.clock = log, writer, clock
-        self.scheduler, self.engine = scheduler, engine
-        self.installation = Installation()
+        self.views, self.engine = views, engine
+        self.installation, self.scheduler = views.installation, views.scheduler
         self.stale_since: float | None = None
         self.turned_s = clock.monotonic_s()
         """When the last round was over; it grows old when the loop is stuck."""
@@ -182,7 +182,7 @@ class ServiceLoop:
                 self.stale_since = self.stale_since or self.clock.monotonic_s()
                 pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
                 failures += 1
-                _log.error("the store is away: %s", error)
+                _log.error("the event log cannot be reached: %s", error)
             await self._pause(pause_s)
 
     async def stop(self) -> None:
@@ -252,8 +252,7 @@ class ServiceLoop:
         if not records:
             return False
         for record in records:
-            self.installation.apply(record)
-            self.scheduler.apply(record)
+            self.views.apply((record,))
             for listener in self._listeners:
                 listener(record)
             if record.job is not None:
@@ -337,7 +336,7 @@ class ServiceLoop:
         installed = fetched or await install_packages(spec, history.submitted.workdir)
         async with self._inspections:
             refused = isinstance(installed, Refused)
-            found = installed if refused else await inspect_workloads(spec, history.submitted.workdir)
+            found = installed if refused else await inspect_workloads(spec, history.submitted.workdir, installed)
         if history.spec is not spec:
             return  # it was edited meanwhile: the next turn looks at what it is now
         if isinstance(found, Refused):

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,10 @@ _log = logging.getLogger("rota.service")
 class Views:
     """Everything in the service that is folded from the log."""
 
-    installation: Installation
     scheduler: Scheduler
-    counts: Counts
-    accounts: Accounts
+    installation: Installation = field(default_factory=Installation)
+    counts: Counts = field(default_factory=Counts)
+    accounts: Accounts = field(default_factory=Accounts)
 
     def apply(self, records: Iterable[Record]) -> None:
         """Take in records, in order."""

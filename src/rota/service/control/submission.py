@@ -182,14 +182,18 @@ class Refused:
         return IMPORT_HINT if self.reason is Reason.IMPORT_ERROR else ""
 
 
-async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
+async def inspect_workloads(
+    spec: JobSpec, workdir: str, built: Mapping[RoleName, str] | None = None
+) -> JobSpec | Refused:
     """The spec with the interface of every role, or why it can never run. The children are gone when this returns.
 
-    The packages of each role are installed on this machine before.
+    ``built`` is what ``install_packages`` gave; without it the packages are installed on this machine first.
     """
-    built = await install_packages(spec, workdir)
-    if isinstance(built, Refused):
-        return built
+    if built is None:
+        installed = await install_packages(spec, workdir)
+        if isinstance(installed, Refused):
+            return installed
+        built = installed
     wanted: dict[str, dict[RoleName, str]] = {}
     for role in spec.roles:
         if role.workload and role.interface is None:
@@ -249,7 +253,7 @@ async def _inspect_with(python: str, spec: JobSpec, workdir: str, wanted: Mappin
             child.kill()
         await child.wait()
     if child.returncode != 0 or not out:
-        text = f"a module ended the process that imports it (status {child.returncode}); its last words follow"
+        text = f"a module ended the process that imports it (status {child.returncode}); its output follows"
         shown = err.decode(errors="replace")[-STDERR_SHOWN:]
         return _unread(wanted, text, shown)
     return _completed(spec, json.loads(out))

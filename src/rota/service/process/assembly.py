@@ -68,17 +68,22 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     started = ServiceStarted(install_epoch=writer.epoch, pid=os.getpid(), version=rota_version())
     log.append([started], writer=writer)
     engine = engine or make_engine(settings, home)
+    views = Views(scheduler=make_scheduler(settings))
     loop = ServiceLoop(
         log=log,
         writer=writer,
         clock=clock,
-        scheduler=make_scheduler(settings),
+        views=views,
         engine=engine,
         poll_s=settings.poll_s,
     )
-    metrics = Metrics(loop.installation, clock=clock, version=rota_version())
+    metrics = Metrics(views.installation, views.counts, clock=clock, version=rota_version())
     auth = Auth.of(
-        ensure_token(home.token, random_source), clock=clock, random_source=random_source, hosts=_names(settings)
+        ensure_token(home.token, random_source),
+        clock=clock,
+        random_source=random_source,
+        hosts=_names(settings),
+        accounts=views.accounts,
     )
     vault = Vault(home)
     notifier = Notifier(
@@ -91,8 +96,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         allowed=settings.webhook_hosts,
     )
     forecasts = Forecasts(loop.scheduler, clock)
-    for listener in (metrics.apply, auth.accounts.apply, forecasts.changed):
-        loop.listen(listener)
+    loop.listen(forecasts.changed)
     app = AppState(
         settings=settings,
         home=home,
@@ -134,14 +138,8 @@ def snapshot_file(settings: Settings) -> SnapshotFile:
 
 async def replay(app: AppState) -> SnapshotFile:
     """Take in the past: the snapshot of the log where there is one that can be used, then the records after it."""
-    views = Views(
-        installation=app.loop.installation,
-        scheduler=app.loop.scheduler,
-        counts=app.metrics.counts,
-        accounts=app.auth.accounts,
-    )
     file = await asyncio.to_thread(snapshot_file, app.settings)
-    await asyncio.to_thread(file.restore, views, app.loop.log)
+    await asyncio.to_thread(file.restore, app.loop.views, app.loop.log)
     await app.loop.replay()
     return file
 

@@ -12,13 +12,10 @@ import os
 import sys
 
 from rota.runtime.event_log.sql import SqlLog
-from rota.service.accounts import Accounts
 from rota.service.config import Settings, load_settings
 from rota.service.control.loop import PAGE
 from rota.service.control.snapshot import SnapshotFile, Views, fold
-from rota.service.metrics import Counts
 from rota.service.process.assembly import db_url, make_scheduler, snapshot_file
-from rota.service.views.installation import Installation
 
 NICE = 10
 
@@ -26,7 +23,7 @@ NICE = 10
 def make_snapshot(settings: Settings) -> int:
     """Bring the snapshot of an installation up to its log; the number of the last record in it."""
     file: SnapshotFile = snapshot_file(settings)
-    views = Views(installation=Installation(), scheduler=make_scheduler(settings), counts=Counts(), accounts=Accounts())
+    views = Views(scheduler=make_scheduler(settings))
     with contextlib.closing(SqlLog(db_url(settings))) as log:
         file.restore(views, log)
         if (last := fold(views, log, PAGE)) is not None:

@@ -99,10 +99,17 @@ class Auth:
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
-    def of(token: str, *, clock: Clock, random_source: RandomSource, hosts: frozenset[str]) -> Auth:
+    def of(
+        token: str,
+        *,
+        clock: Clock,
+        random_source: RandomSource,
+        hosts: frozenset[str],
+        accounts: Accounts | None = None,
+    ) -> Auth:
         """``token`` is that of the installation; ``hosts`` are the names under which it is asked, without port."""
         own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
-        return Auth(clock=clock, random_source=random_source, own=own, hosts=hosts)
+        return Auth(clock=clock, random_source=random_source, own=own, hosts=hosts, accounts=accounts or Accounts())
 
     def check(self, asked: AuthRequest) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""

@@ -348,7 +348,7 @@ def test_a_death_is_told_without_rays_guesses(engine) -> None:
         "connection error code 2. End of file. Some common causes include: (1) the process was killed by the OOM "
         "killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed."
     )
-    assert death_text(guess) == "its process ended without a word"
+    assert death_text(guess) == "its process ended without an error message"
     assert death_text("1 worker(s) were killed due to the node running low on memory. Object...").startswith("out of")
     assert death_text("The actor died because\n  its node has died.") == "The actor died because its node has died."
 

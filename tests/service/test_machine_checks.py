@@ -11,7 +11,7 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.usage import device_usage, machine_usage, member_of
-from rota.service.views.machines import node_findings
+from rota.service.machine_checks import node_findings
 
 VERSIONS = {"python": "3.11.4", "ray": "2.60.0", "rota": "0.1.0", "torch": "2.9.0"}
 

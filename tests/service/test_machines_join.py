@@ -21,11 +21,11 @@ from rota.runtime.environ import Home
 from rota.runtime.node import host_name, local_devices, machine_identity
 from rota.service.accounts import Accounts, Caller, Role
 from rota.service.config import load_settings
+from rota.service.machine_checks import own_versions, version_conflicts
 from rota.service.process import joined as joining
 from rota.service.process.joined import service_url
 from rota.service.rest import machine_names
 from rota.service.rest.machine_names import SEEN_S, JoinedMachine, MachineNames
-from rota.service.versions import own_versions, version_conflicts
 from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, NotReachable, UnknownName
 from rota.spec.events import NodeLost, Record, TokenMade, UserChanged
 from rota.testing.memory import VirtualClock

@@ -40,7 +40,7 @@ def test_several_jobs_are_changed_at_once_and_one_that_refuses_stops_no_other(
         assert (rows[1]["code"], "no job" in rows[1]["text"]) == ("UNKNOWN_NAME", True)
         alone = await ask(verb, "none", "--json")
         assert (alone.status, alone.document["kind"]) == (2, "Error")
-        assert "which job?" in (await ask(verb)).err
+        assert "missing JOB" in (await ask(verb)).err
 
     with_cli(tmp_path / "service", test)
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         WebhookDocument,
         WebhookList,
     )
-    from rota.service.models.alerts import AlertList
     from rota.service.models.cluster import (
+        AlertList,
         DrainPlan,
         MachineDocument,
         NodeCheck,

@@ -16,7 +16,7 @@ from rota.spec.states import JobState
 FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
 ENDED_ITSELF = {
     FENCED_EXIT_STATUS: "its master was not heard for too long, and may have replaced it",
-    STUCK_EXIT_STATUS: "an operation of an older epoch did not let go, so it could not take part in a recovery",
+    STUCK_EXIT_STATUS: "an operation of an older epoch did not return, so it could not take part in a recovery",
 }
 """Exit statuses with which an instance makes room for another one, and why."""
 
@@ -92,12 +92,12 @@ class Reason(StrEnum):
     RESIZED_DEGRADED = _moves("A role continues with fewer instances until a replacement is found.")
     RESIZED = _moves("A role changed its size: it was asked to, or devices for more of it became free.")
     TIME_SLICE = _moves("Another job has its turn on the devices.")
-    NODE_REMOVED = _moves("Its node was removed from the installation; the job continues on the nodes of now.")
+    NODE_REMOVED = _moves("Its node was removed from the installation; the job continues on the remaining nodes.")
     SERVICE_DOWN = _moves("The service was taken down; the job continues from its last commit when it runs again.")
     # failure
     EXIT_NONZERO = _fails("user", "A process ended with a non-zero exit status.")
     SIGNALLED = _fails("infra", "A process was ended by a signal.")
-    SELF_ENDED = _fails("infra", "A process ended itself so that another takes its place; see exit statuses 70 and 71.")
+    SELF_ENDED = _fails("infra", "A process ended itself so that another can replace it; see exit statuses 70 and 71.")
     OOM_KILLED = _fails("user", "A process used more memory than it may.")
     OVER_LIMIT = _fails("user", "An instance used more processes, open files or disk than it may.")
     GPU_LOST = _fails("infra", "A device disappeared.")
@@ -116,7 +116,9 @@ class Reason(StrEnum):
     OUTPUT_FULL = _fails("infra", "The output directory is full or gone.")
     NAN_LOSS = _fails("user", "The reported loss is not finite.")
     TENSOR_LOST = _fails("infra", "A tensor that was needed is gone.")
-    ENGINE_LOST = _fails("infra", "The engine was lost; the job continues from its last commit.")
+    ENGINE_LOST = _fails(
+        "infra", "The engine was lost, with all processes of the job or with the devices reserved for them."
+    )
     GANG_TIMEOUT = _fails("infra", "The gang was not complete within the limit.")
     STATE_LOST = _fails("infra", "The state of a role survives only in an older checkpoint.")
     USER_ERROR = _fails("user", "The workload raised an exception.")
@@ -127,14 +129,14 @@ class Reason(StrEnum):
     # failure
     NODE_SUSPECT = _fails("infra", "Several instances of one node died together, or a full check found it unfit.")
     # moves between levels of recovery
-    SCOPE_NARROW = _widens("Only a part of the graph was touched.")
+    SCOPE_NARROW = _widens("Only a part of the graph was lost; only that part is recovered.")
     NO_NODE = _widens("No other node is available.")
     NODE_HEALTHY = _widens("The node passed its check; only processes died.")
     # end
     COMPLETED = _info("end", "user", "All roles finished.", JobState.SUCCEEDED)
     STOPPED_BY_USER = _info("end", "user", "Stopped by its user.", JobState.CANCELLED)
     TIME_LIMIT = _info("end", "policy", "The time limit was reached.", JobState.FAILED)
-    IDLE = _info("end", "policy", "Its ports were not used, and it did no work, for its limit.", JobState.CANCELLED)
+    IDLE = _info("end", "policy", "Its ports were unused, and it did no work, for its idle limit.", JobState.CANCELLED)
     DEPENDENCY_FAILED = _info("end", "user", "A job that had to succeed before this one did not.", JobState.FAILED)
     INTERNAL = _info("end", "rota", "Internal error in Rota; see the service log.", JobState.FAILED)
     # refusal
@@ -144,7 +146,7 @@ class Reason(StrEnum):
     NOT_ALLOWED = _refuses("The token may not do this.")
     CONFLICT = _refuses("The object is in another state.")
     IDEMPOTENCY_CONFLICT = _refuses("The same key came with another body.")
-    VERSION_MISMATCH = _refuses("Client and service have different versions.")
+    VERSION_MISMATCH = _refuses("The object was modified since it was read.")
     SCHEMA_TOO_NEW = _refuses("The database was written by a newer version.")
     LIMIT_EXCEEDED = _refuses("A limit is reached.")
 

@@ -19,12 +19,11 @@ import httpx
 from tests.service.snapshots.installation import LIMIT_S, QUEUES, START_S, URL, Installed, job_file
 from tests.service.snapshots.normal import normal
 
-from rota.service import demo, doctor, offline, plans
+from rota.service import demo, doctor, offline, plans, tensor_documents
 from rota.service.cli import app, output
 from rota.service.cli.verbs import formatting
 from rota.service.client import Client
 from rota.service.process import backup, daemon, joined
-from rota.service.views import tensor_documents
 
 COLUMNS = 80
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "seq": 512, "vocab": 32000, "tied": False}

@@ -15,8 +15,8 @@ from tests.service.described import route_of, routes_of
 from tests.service.snapshots.installation import LIMIT_S, QUEUES, Installed, job_file
 from tests.service.snapshots.normal import normal
 
+from rota.service.machine_checks import own_versions
 from rota.service.rest.app import application
-from rota.service.versions import own_versions
 from rota.spec.ids import JobId
 
 API = "/api/v1"

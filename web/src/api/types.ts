@@ -746,7 +746,7 @@ export interface ProgressReport {
   weights: WeightsRow[];
 }
 
-/** A queue with what it promises, holds and lets wait. */
+/** A queue with its guarantee, use and waiting jobs. */
 export interface QueueRow {
   path: string;
   guaranteed: Resources | null;

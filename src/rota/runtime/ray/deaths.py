@@ -22,7 +22,7 @@ from rota.spec.ids import JobId
 _REAPED_S, _REAPED_MAX_S = 0.02, 1.0
 """Usual and longest wait for the parent of a dead process, which alone learns how it ended."""
 _DEATHS_MAX = 4096
-# What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
+# What Ray says of every process that ended without an error message; it names out-of-memory as a mere possibility.
 _UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
 _OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory")
 _OUT_OF_MEMORY_TEXT = "out of memory: the node ran low and Ray ended the process"
@@ -129,7 +129,7 @@ def death_text(text: str) -> str:
     if _OUT_OF_MEMORY.search(text):
         return _OUT_OF_MEMORY_TEXT
     if _UNEXPECTED.search(text):
-        return "its process ended without a word"
+        return "its process ended without an error message"
     return " ".join(text.split())[:1000]
 
 

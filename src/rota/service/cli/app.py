@@ -9,9 +9,10 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from io import TextIOWrapper
 from itertools import dropwhile, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rota.service.cli.output import Form, form_of, terminal_for
 from rota.spec.errors import BadInput, RotaError, did_you_mean
@@ -25,14 +26,18 @@ GROUPS = ("Service", "Jobs", "Why", "Cluster", "Tools")
 
 VERBS: dict[str, tuple[str, str, str]] = {
     "up": ("Service", "rota.service.cli.verbs.service:up", "Start the service of this machine."),
-    "down": ("Service", "rota.service.cli.verbs.service:down", "End it with everything it started."),
+    "down": ("Service", "rota.service.cli.verbs.service:down", "End the service with everything it started."),
     "join": ("Service", "rota.service.cli.verbs.service:join", "Make this machine a part of another's installation."),
     "leave": ("Service", "rota.service.cli.verbs.service:leave", "End what join started on this machine."),
-    "status": ("Service", "rota.service.cli.verbs.service:status", "Show whether it answers, and how its parts are."),
-    "backup": ("Service", "rota.service.cli.verbs.service:backup", "Write everything it knows into one file."),
-    "restore": ("Service", "rota.service.cli.verbs.service:restore", "Fill an empty installation from such a file."),
+    "status": (
+        "Service",
+        "rota.service.cli.verbs.service:status",
+        "Show whether the service answers, and the state of its parts.",
+    ),
+    "backup": ("Service", "rota.service.cli.verbs.service:backup", "Write the whole installation into one file."),
+    "restore": ("Service", "rota.service.cli.verbs.service:restore", "Fill an empty installation from a backup file."),
     "doctor": ("Service", "rota.service.cli.verbs.service:doctor", "Check this machine, and say what to do."),
-    "demo": ("Service", "rota.service.cli.verbs.demo:demo", "The main job, killed three times and healed."),
+    "demo": ("Service", "rota.service.cli.verbs.service:demo", "The main job, killed three times and healed."),
     "login": ("Service", "rota.service.cli.verbs.accounts:login", "Use the service at an address from now on."),
     "logout": ("Service", "rota.service.cli.verbs.accounts:logout", "Forget the service of the last login."),
     "ui": ("Service", "rota.service.cli.verbs.accounts:ui", "Open the page in a browser, or print its address."),
@@ -97,7 +102,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
 """Verb to (group, where it is, one line of help); two words for a verb below another."""
 FAMILIES = {
     "sim": "The scheduler in virtual time: run, compare, fgd, cases.",
-    "plan": "Parallel plans: search, show, explain, validate.",
+    "plan": "Parallel plans: search, show, explain, calibrate, validate.",
     "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover, door.",
 }
 
@@ -109,19 +114,6 @@ ABOUT = """Schedules, runs and heals deep-learning jobs of many roles.
 A first job: rota init ddp && rota run ddp/job.yaml"""
 MORE = "All verbs: rota help all. Help on a verb: rota help VERB."
 
-_COMMON = {
-    "--json": 0,
-    "--no-color": 0,
-    "--quiet": 0,
-    "--verbose": 0,
-    "-v": 0,
-    "--server": 1,
-    "--token": 1,
-    "-o": 1,
-    "--output": 1,
-}
-"""Flags of every verb that may also stand before it, and how many words each takes."""
-
 
 def make_app(chosen: str = "", *, every: bool = False) -> App:
     """The command line as cyclopts knows it. ``chosen`` is loaded, with its examples; the others only listed.
@@ -130,11 +122,13 @@ def make_app(chosen: str = "", *, every: bool = False) -> App:
     """
     from cyclopts import App, Group, Parameter
 
+    from rota.service.config import rota_version
+
     app = App(
         name="rota",
         help=ABOUT,
         help_epilogue="" if every else MORE,
-        version=_version,
+        version=rota_version,
         default_parameter=Parameter(negative="", show_default=False),
         help_format="plaintext",
     )
@@ -173,13 +167,16 @@ def verb_function(verb: str) -> Callable[..., int]:
     return getattr(importlib.import_module(module), name)
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+@cache
+def _common() -> dict[str, int]:
+    """Flags of every verb, which may also stand before it, and how many words each takes."""
+    from rota.service.cli.flags import Flags
 
-    try:
-        return version("rota")
-    except PackageNotFoundError:
-        return "0"
+    found: dict[str, int] = {}
+    for name, hint in get_type_hints(Flags, include_extras=True).items():
+        kind, parameter = get_args(hint)
+        found |= dict.fromkeys(parameter.name or (f"--{name.replace('_', '-')}",), 0 if kind is bool else 1)
+    return found
 
 
 def ordered(words: Sequence[str]) -> list[str]:
@@ -194,7 +191,7 @@ def ordered(words: Sequence[str]) -> list[str]:
     moved: list[str] = []
     verb: list[str] = []
     while head:
-        more = _COMMON.get(head[0].partition("=")[0])
+        more = _common().get(head[0].partition("=")[0])
         if more is not None:
             more = 0 if "=" in head[0] else more
             moved += head[: more + 1]

@@ -75,7 +75,7 @@ HABITS: dict[str, str] = {
     "ray": "rota run -- COMMAND is its 'ray job submit'; rota up --ray ADDRESS uses a Ray cluster",
     "torchrun": "rota run FILE with run: and replicas: N; see docs/how-to/from-torchrun.md",
     "python": "rota run -- python FILE",
-    "port-forward": "no ports are forwarded; rota exec JOB ROLE/N -- COMMAND runs beside an instance",
+    "port-forward": "rota ui JOB --port NAME",
     "stacks": "rota why JOB",
 }
 """Verb by habit to what to type instead."""

@@ -212,7 +212,7 @@ class QueueFields(Closed):
 
 
 class QueueRow(QueueFields):
-    """A queue with what it promises, holds and lets wait."""
+    """A queue with its guarantee, use and waiting jobs."""
 
     parent: str | None
     used_gpus: float
@@ -542,3 +542,27 @@ class PlanReport(Headed):
     subgraphs: list[list[str]]
     placement: GrantedPlacement | None
     spec: JsonObject
+
+
+class AlertRow(Closed):
+    """One alert of a job, a node, a queue or the disk; ``hint`` is the command that shows more."""
+
+    id: str
+    code: str
+    severity: Literal["critical", "warning", "info"]
+    since: Moment | None
+    text: str
+    job: str | None
+    node: str | None
+    hint: str
+    acknowledged_by: str
+    acknowledged_at: Moment | None
+    note: str
+
+
+class AlertList(Headed):
+    """The present alerts: those without an acknowledgement first, then by severity."""
+
+    kind: Literal["AlertList"]
+    items: list[AlertRow]
+    next: None

@@ -48,8 +48,8 @@ from rota.runtime.ray.engine import EngineAccess, EngineSettings, find_joined, j
 from rota.runtime.redis.server import find_or_start, find_running, registry_lock
 from rota.service.client import Client
 from rota.service.config import DEFAULT_PORT, Settings
+from rota.service.machine_checks import own_versions
 from rota.service.process.daemon import find_service
-from rota.service.versions import own_versions
 from rota.spec.errors import (
     BadInput,
     Conflict,

@@ -55,11 +55,11 @@ T = TypeVar("T")
 
 
 def _storable(value: T) -> T:
-    """Refuse what JSON may say and no store takes: half a character, a zero byte, a number without an end."""
+    """Refuse what JSON may say and no store takes: a lone surrogate, a zero byte, a number without an end."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("a text holds half a character (U+D800 to U+DFFF)") from None
+        raise ValueError("a text holds a lone surrogate (U+D800 to U+DFFF)") from None
     if _ZERO.search(text):
         raise ValueError("a text holds a zero byte")
     return value

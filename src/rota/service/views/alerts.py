@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from math import inf
 
-from rota.service.models.alerts import AlertList, AlertRow
 from rota.service.models.base import document
-from rota.service.models.cluster import QueueRow
+from rota.service.models.cluster import AlertList, AlertRow, QueueRow
 from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory, culprit_of_recovery
 from rota.spec.codec import JsonObject

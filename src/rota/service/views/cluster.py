@@ -157,7 +157,7 @@ def limits_passed(state: State) -> list[LimitPassed]:
 
 
 def queue_tree(installation: Installation) -> QueueTree:
-    """Every queue, parents first, with what it promises, holds and lets wait."""
+    """Every queue, parents first, with its guarantee, use and waiting jobs."""
     items: list[QueueRow] = []
     for queue in sorted(installation.queues, key=lambda one: one.path):
         waiting = waiting_in(installation, queue.path)

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import ago_s, clock_time
 from rota.service.models.jobs import JobDocument
 from rota.spec.errors import BadInput, UnknownName

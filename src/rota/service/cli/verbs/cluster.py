@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, shortened, size
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.copy import split_source
 from rota.spec.errors import BadInput
 

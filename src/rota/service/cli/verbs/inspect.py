@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.shell import sleep
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, replicas, shortened
 from rota.service.cli.verbs.jobs import state_text, stream_table
 from rota.service.client import Client

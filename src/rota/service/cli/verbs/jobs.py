@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict, get_ar
 from cyclopts import Parameter
 
 from rota.service.api import JobFilters, JobSort
+from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.shell import monotonic, sleep
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.service.client import Client
 from rota.spec.errors import BadInput, Conflict, RotaError, TimedOut, UnknownName, nearest
@@ -416,7 +416,7 @@ def _each(
 ) -> int:
     """Ask one thing of every job, a row each; when one refuses, the others are still asked. The worst exit status."""
     if not ids:
-        raise BadInput("which job?", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
+        raise BadInput("missing JOB", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
     items: list[ActionRow] = []
     worst = 0
     with flags.client() as client:
@@ -458,7 +458,7 @@ def scale(
     if equals and n is None and number.isdigit():
         n = int(number)
     if n is None or not name or (equals and not number.isdigit()):
-        raise BadInput(f"scale {role}: how many?", hint="rota scale JOB ROLE N, or ROLE=N with N of at least 1")
+        raise BadInput(f"scale {role}: missing N", hint="rota scale JOB ROLE N, or ROLE=N with N of at least 1")
     if n < 1:
         raise BadInput(f"scale {name}={n}: at least 1", hint="rota pause JOB gives all its devices back")
     terminal = flags.terminal()
@@ -501,8 +501,8 @@ def exec_(
 
     It has no input and no terminal, and ends with all it started within the time. The exit status is its own, or 125.
 
-    With -it it has a terminal as long as it runs, and no command means a shell: keys, Ctrl-C too, and the size of the
-    window go to the program; Ctrl-D or its end lead back. Input that is not a terminal is typed into it.
+    With -it the command has a terminal, with no time limit, and without a command it is a shell: keys, Ctrl-C too, and
+    the size of the window go to the program, until it ends; Ctrl-D ends a shell. Input that is not a terminal is typed.
 
     Examples
     --------
@@ -525,7 +525,7 @@ def exec_(
             return attach(flags, job, instance, argv or ())
         if not argv or not instance:
             hint = "rota exec JOB ROLE/N -- COMMAND, or rota exec -it JOB for a shell"
-            raise BadInput("which instance?" if argv else "which command?", hint=hint)
+            raise BadInput("missing ROLE/N" if argv else "missing COMMAND", hint=hint)
         with flags.client() as client:
             done = client.execute(job, instance, argv, timeout_s=ago_s(timeout) or 60.0)
     except RotaError as error:

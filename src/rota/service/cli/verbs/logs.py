@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import clock_time, since_s
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
@@ -107,7 +107,7 @@ def log_text(line: LogLine, terminal: Terminal, *, prefix: bool = True) -> str:
 
 
 def events(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one; default: of everything.")] = "",
+    job: Annotated[str, Parameter(help="Id or a unique prefix of one; default: all jobs and the installation.")] = "",
     *,
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Follow until the job ends.")] = False,
     type_: Annotated[str, Parameter(name="--type", help="Only events of this kind, for example InstanceLost.")] = "",

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.spec.resources import counted
 
 NOTHING_FITS = 4

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, lasting, replicas, resources, shortened
 from rota.service.cli.verbs.live import JobWatch, Ticker, elapsed, live_line
 from rota.service.cli.verbs.logs import log_text

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table
 from rota.service.cli.shell import own_shell
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.templates import about, template_files, template_names
 from rota.spec.errors import BadInput, Conflict, unknown
 

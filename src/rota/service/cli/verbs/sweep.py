@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast
 
 from cyclopts import Group, Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.shell import monotonic, sleep
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import amount, labels, lasting
 from rota.service.cli.verbs.live import Ticker, live_line
 from rota.spec.errors import BadInput, IdempotencyConflict, TimedOut, UnknownName

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.verbs.formatting import amount, lasting, size
 from rota.spec.resources import counted
 
@@ -27,7 +27,7 @@ def ls(
     --------
     rota tensors ls weights/
     """
-    from rota.service.views.tensor_documents import tensor_list
+    from rota.service.tensor_documents import tensor_list
 
     return flags.show(lambda: tensor_list(prefix, namespace=namespace), TENSORS)
 
@@ -62,7 +62,7 @@ def stat(
     --------
     rota tensors stat weights/ppo-3/actor-rollout
     """
-    from rota.service.views.tensor_documents import tensor
+    from rota.service.tensor_documents import tensor
 
     return flags.show(lambda: tensor(name, namespace=namespace), _one)
 
@@ -90,7 +90,7 @@ def top(
     --------
     rota tensors top 5
     """
-    from rota.service.views.tensor_documents import tensor_top
+    from rota.service.tensor_documents import tensor_top
 
     return flags.show(lambda: tensor_top(max(1, count), namespace=namespace), LARGEST)
 
@@ -114,7 +114,7 @@ def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota tensors doctor
     """
-    from rota.service.views.tensor_documents import tensor_doctor
+    from rota.service.tensor_documents import tensor_doctor
 
     return flags.show(lambda: tensor_doctor(namespace=namespace), _checks, _fails)
 
@@ -146,7 +146,7 @@ def gc(
     --------
     rota tensors gc --all --dry-run
     """
-    from rota.service.views.tensor_documents import tensor_gc
+    from rota.service.tensor_documents import tensor_gc
 
     terminal = flags.terminal()
     document = tensor_gc(namespace=namespace, dry_run=dry_run, every=every)
@@ -169,7 +169,7 @@ def fsck(
     --------
     rota tensors fsck --json
     """
-    from rota.service.views.tensor_documents import tensor_fsck
+    from rota.service.tensor_documents import tensor_fsck
 
     return flags.show(lambda: tensor_fsck(namespace=namespace, repair=repair), _fsck, _broken)
 
@@ -198,7 +198,7 @@ def recover(
     --------
     rota tensors recover
     """
-    from rota.service.views.tensor_documents import tensor_recover
+    from rota.service.tensor_documents import tensor_recover
 
     def show(term: Terminal, doc: Mapping[str, Any]) -> None:
         text = f"{counted(doc['names'], 'name')}, {counted(doc['leases'], 'lease')} in {doc['seconds']} s"
@@ -214,7 +214,7 @@ def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota tensors door
     """
-    from rota.service.views.tensor_documents import tensor_door
+    from rota.service.tensor_documents import tensor_door
 
     terminal = flags.terminal()
     served, document = tensor_door(namespace=namespace)

@@ -106,7 +106,7 @@ async def users(app: Parts, caller: Asker) -> Sent[UserList]:
 
 @router.put("/users/{name}")
 async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sent[UserDocument]:
-    """Let a user do this and no more, also through tokens that were made before; a new name makes a new user."""
+    """Set the roles of a user, also for tokens made before; a new name makes a new user."""
     caller.need(Role.ADMIN)
     if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
         taken = f"{LOCAL} and {OWNER} are taken"

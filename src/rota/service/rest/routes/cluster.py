@@ -21,9 +21,10 @@ from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
 from rota.service.config import masked_url
 from rota.service.control.changes import broken_queues, read_queues
-from rota.service.models.alerts import AlertList
+from rota.service.machine_checks import node_findings
 from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.cluster import (
+    AlertList,
     ClusterDocument,
     DrainPlan,
     Heat,
@@ -60,7 +61,6 @@ from rota.service.views.cluster import (
     usage_report,
 )
 from rota.service.views.job_history import JobHistory
-from rota.service.views.machines import node_findings
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
@@ -233,7 +233,7 @@ async def cluster(app: Parts, caller: Asker) -> Sent[ClusterDocument]:
 
 @router.get("/cluster/heat")
 async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
-    """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
+    """Who holds each device, in a compact form: nodes name jobs by their index in ``jobs``."""
     return app.redacted(caller, heat_document(app.loop.installation))
 
 
@@ -323,7 +323,7 @@ def _one_node(app: AppState, node: str) -> NodeRow:
 
 @router.get("/queues")
 async def queues(app: Parts, caller: Asker) -> Sent[QueueTree]:
-    """The queue tree with what each queue promises, holds and lets wait."""
+    """The queue tree: guarantee, use and waiting jobs of each queue."""
     return queue_tree(app.loop.installation)
 
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.runtime.node import host_name, machine_identity
+from rota.service.machine_checks import own_versions, version_conflicts
 from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.cluster import EngineAccessRow, MachineDocument
 from rota.service.rest.deps import AppState, Asker, Parts
 from rota.service.rest.machine_names import JoinedMachine
-from rota.service.versions import own_versions, version_conflicts
 from rota.service.views.cluster import node_list
 from rota.spec.errors import Conflict
 

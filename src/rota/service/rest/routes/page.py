@@ -55,7 +55,7 @@ async def healthz() -> Sent[Health]:
 async def readyz(app: Parts) -> Sent[Health]:
     """The log was replayed and the store answers; 503 until then."""
     if not app.ready or app.loop.stale_since is not None:
-        raise NotReachable("not ready", hint="the log is being replayed, or the store is away")
+        raise NotReachable("not ready", hint="the log is being replayed, or cannot be reached")
     return {"ok": True, "records": app.loop.installation.number}
 
 

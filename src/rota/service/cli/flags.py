@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rota.service.config import Settings
 
 D = TypeVar("D", bound=Mapping[str, Any])
-JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
+JOB = Annotated[str, Parameter(help="Id or a unique prefix of one.")]
 COMMON = Group("Every verb", sort_key=99)
 
 

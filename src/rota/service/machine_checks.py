@@ -1,20 +1,72 @@
-"""Checks between machines as findings with remedies, and what a machine does as a document."""
+"""Checks between the machines of an installation, as findings with remedies: versions, clocks, names, bandwidth."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING
 
-from rota.service.models.cluster import NodeFinding
-from rota.service.versions import EQUAL, compared
+from rota.service.config import rota_version
 
 if TYPE_CHECKING:
+    from rota.service.models.cluster import NodeFinding
     from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
+
+EQUAL = ("python", "ray", "rota")
+"""What must be equal: of Python its first two numbers, for what is pickled by one is read by the other."""
 
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 """Claims on machines allow for clocks that differ by less than a minute; logs of two machines are read side by side."""
 SLOW_SHARE = 0.25
 """A pair is slow that is below this share of the fastest one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionConflict:
+    """A package whose versions differ; ``wanted`` is what to install ``there``."""
+
+    name: str
+    there: str
+    here: str
+
+    @property
+    def wanted(self) -> str:
+        """In the words of pip, but for Python itself."""
+        return f"Python {compared(self.name, self.here)}" if self.name == "python" else f"{self.name}=={self.here}"
+
+
+def own_versions() -> dict[str, str]:
+    """Versions on this machine by package; empty for one that is not installed."""
+    return {
+        "python": platform.python_version(),
+        "ray": _installed("ray"),
+        "rota": rota_version(),
+        "torch": _installed("torch"),
+    }
+
+
+def _installed(name: str) -> str:
+    try:
+        return version_of(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def compared(name: str, version: str) -> str:
+    """The part of a version that must be equal."""
+    return ".".join(version.split(".")[:2]) if name == "python" else version
+
+
+def version_conflicts(there: Mapping[str, str], here: Mapping[str, str]) -> list[VersionConflict]:
+    """The packages that two machines must have in one version, and have not."""
+    return [
+        VersionConflict(name=name, there=there.get(name, ""), here=here.get(name, ""))
+        for name in EQUAL
+        if compared(name, there.get(name, "")) != compared(name, here.get(name, ""))
+    ]
 
 
 def node_findings(facts: CheckFacts) -> list[NodeFinding]:

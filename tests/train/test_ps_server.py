@@ -107,7 +107,7 @@ def straggle(worker: int, clock: int) -> None:
     time.sleep(0.04 if clock % 3 == worker else 0.004)
 
 
-def run_with_stragglers(addresses: list[str], steps: int) -> float:
+def run_with_stragglers(addresses: list[str], steps: int) -> None:
     def work(worker: int) -> None:
         client = PsClient(addresses, worker, token="s")
         if worker == 0:
@@ -117,21 +117,17 @@ def run_with_stragglers(addresses: list[str], steps: int) -> float:
             straggle(worker, clock)
             client.tick()
 
-    start = time.monotonic()
     together(work, 3)
-    return 3 * steps / (time.monotonic() - start)
 
 
 @pytest.mark.slow
-def test_ssp_keeps_its_bound_and_outruns_sync_when_workers_straggle_in_turn() -> None:
-    speed, leads = {}, {}
+def test_ssp_lets_workers_lead_up_to_its_bound_and_sync_never_when_they_straggle_in_turn() -> None:
+    leads = {}
     for name, rule in (("sync", {"mode": "ps_sync"}), ("ssp", {"mode": "ps_ssp", "s": 2})):
         with servers(2, gone_s=30.0, **rule) as (made, addresses):
-            speed[name] = run_with_stragglers(addresses, 24)
+            run_with_stragglers(addresses, 24)
             leads[name] = max(one.stats()["lead_max"] for one in made)
-    print(f"iterations a second: {speed}, leads {leads}")
     assert leads == {"sync": 0, "ssp": 2}
-    assert speed["ssp"] > 1.2 * speed["sync"], speed
 
 
 def test_a_worker_that_dies_holds_the_others_up_for_its_grace_only() -> None:

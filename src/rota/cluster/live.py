@@ -135,8 +135,8 @@ class Scheduler:
         """The same of nodes that were lost: they may be used again once they are back."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
-        self._unsuccessful: dict[JobId, JobEnded] = {}
-        """Jobs that ended without success, for those that are submitted after them."""
+        self._unsuccessful: dict[JobId, str] = {}
+        """Jobs that ended without success, and how, for those that are submitted after them."""
         self._dependents: dict[JobId, dict[JobId, None]] = {}
         """Jobs that start after one that has not ended."""
         self._never_satisfied: dict[JobId, None] = {}
@@ -280,7 +280,7 @@ class Scheduler:
     def _release_dependents(self, job: JobId, ended: JobEnded, at: float) -> None:
         """A job ended: those that start after it have one less to wait for, or can never start."""
         if ended.state is not JobState.SUCCEEDED:
-            self._unsuccessful[job] = ended
+            self._unsuccessful[job] = f"{ended.state} ({ended.reason})"
         for other in self._dependents.pop(job, ()):
             if (waiting := self._jobs.get(other)) is not None:
                 self._check_dependencies(other, waiting.spec)
@@ -294,7 +294,7 @@ class Scheduler:
         """The jobs that have not ended as a job asks in its ``after``."""
         return tuple(JobId(one.job) for one in spec.after if one.job in self._jobs or self._failed(one))
 
-    def _failed(self, after: After) -> JobEnded | None:
+    def _failed(self, after: After) -> str | None:
         """How a job ended that had to succeed and did not."""
         return self._unsuccessful.get(JobId(after.job)) if after.when == "succeeded" else None
 
@@ -302,8 +302,8 @@ class Scheduler:
         """Ends of jobs that can never start, as one that had to succeed before did not."""
         ends: list[tuple[JobId, Event]] = []
         for job in self._never_satisfied:
-            name, failed = next((one.job, end) for one in self._jobs[job].spec.after if (end := self._failed(one)))
-            text = f"{name} had to succeed first; it ended as {failed.state} ({failed.reason})"
+            name, how = next((one.job, end) for one in self._jobs[job].spec.after if (end := self._failed(one)))
+            text = f"{name} had to succeed first; it ended as {how}"
             reason = Reason.DEPENDENCY_FAILED
             ends.append((job, JobEnded(state=final_state(reason), reason=reason, text=text)))
         return ends

@@ -51,11 +51,11 @@ def pinned() -> State:
 
 
 def moment(s: State, profile: Profile, recorded: Recorded, now: float) -> None:
-    """All passes of a moment, each with ``MAX`` more tries in vain at most; who is stopped lets go at once."""
+    """All passes of a moment, each with ``MAX`` tries in vain at most; who is stopped lets go at once."""
     for _ in range(50):
         recorded.asked.append([])
         decisions = step(s, Tick(), profile, now)
-        assert len(recorded.asked[-1]) <= MAX * len(recorded.asked) + 1
+        assert len(recorded.asked[-1]) <= MAX + 1
         stopped = [decision.job for decision in decisions if isinstance(decision, Preempt)]
         for job in stopped:
             apply(s, JobReleased(job=job), now)

@@ -193,6 +193,7 @@ class QueueTable:
         ]
         self.unlimited = not any(self.limited) and not any(self.user_limited)
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
+        self.lendable: list[int] = self.guaranteed[self.leaf].sum(axis=0).tolist()
         self.below = [[i for i, q in enumerate(self.rows) if q.parent == r.path] for r in self.rows]
         self.device_dims = [GPU, *range(3, len(self.dims))]
         self.promises: list[bool] = [bool(row.any()) for row in self.guaranteed[:, self.device_dims]]

@@ -136,7 +136,6 @@ class _Pass:
         self.overtaken = set[JobId]()
         self.age_bound = AgeBound(state, txn, profile, now, self._excluding)
         self.tries_max = state.memory.tries_max(profile.candidates_max)
-        self.vain_max = state.memory.vain_max(profile.vain_max)
 
     def run(self) -> list[Decision]:
         # 0. end sharing that does not pay; jobs that are left alone get their devices whole
@@ -245,7 +244,7 @@ class _Pass:
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
         wait = self._gates(row)
-        if wait is None and (self.tried >= self.tries_max or self.vain >= self.vain_max):
+        if wait is None and (self.tried >= self.tries_max or self.vain >= self.profile.vain_max):
             self.cut_short = True
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:

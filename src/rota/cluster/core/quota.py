@@ -15,6 +15,7 @@ from rota.spec.resources import Node, Res, counted, format_size
 
 Amounts = Mapping[str, Fraction]
 """Amount by resource."""
+Numbers = Mapping[str, Fraction | int]
 
 
 # -- borrowing (Kueue) --
@@ -33,22 +34,19 @@ class BorrowedShare:
     borrowing: bool
 
 
-def borrowing_share(
-    nominal: Amounts, lendable: Amounts, used: Amounts, weight: Fraction = Fraction(1)
-) -> BorrowedShare:
+def borrowing_share(nominal: Numbers, lendable: Numbers, used: Numbers, weight: Fraction | float = 1) -> BorrowedShare:
     """``max_r max(0, used - nominal) / lendable_r / weight``; in thousandths rounded up, so that it is never none.
 
     Resources of which nothing can be lent do not count; ties go to the first name. Source: Kueue, fair sharing.
     """
-    zero = Fraction(0)
-    over = {r: used[r] - nominal.get(r, zero) for r in sorted(used) if used[r] > nominal.get(r, zero)}
-    parts = {r: amount / lendable[r] for r, amount in over.items() if lendable.get(r, 0) > 0}
+    over = {r: used[r] - nominal.get(r, 0) for r in sorted(used) if used[r] > nominal.get(r, 0)}
+    parts = {r: Fraction(amount, lendable[r]) for r, amount in over.items() if lendable.get(r, 0) > 0}
     if not parts:
-        return BorrowedShare(resource=None, share=zero, share_permille=0, borrowing=bool(over))
+        return BorrowedShare(resource=None, share=Fraction(0), share_permille=0, borrowing=bool(over))
     resource = max(parts, key=lambda r: parts[r])
     if not weight > 0:
         return BorrowedShare(resource=resource, share=math.inf, share_permille=2**63 - 1, borrowing=True)
-    share = parts[resource] / weight
+    share = parts[resource] / Fraction(weight)
     return BorrowedShare(resource=resource, share=share, share_permille=math.ceil(1000 * share), borrowing=True)
 
 

@@ -38,10 +38,6 @@ class VerdictCache:
         """Count the passes in a row that had tried enough before all were tried."""
         self._cut_short = self._cut_short + 1 if cut_short else 0
 
-    def vain_max(self, first: int) -> int:
-        """Jobs for which the next pass may find that stopping others does not help: more after each one cut short."""
-        return first * (1 + self._cut_short)
-
     def is_vain(self, job: JobId, happened: int) -> bool:
         """Whether a pass found that stopping others does not help a job, and these many events are still all."""
         return self._vain.get(job) == happened

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from rota.cluster.core.capacity import CPU, GPU, MEM, Vector
-from rota.cluster.core.jobs import LiveJob
+from rota.cluster.core.jobs import LiveJob, Shape
 from rota.cluster.core.preemption import choose_victims
 from rota.cluster.core.profile import Placer, Profile, Rank, Victim
 from rota.cluster.core.promises import UNCOVERED
@@ -76,12 +76,11 @@ LENT = {GPU: "gpu", CPU: "cpu", MEM: "mem"}
 def borrowed(state: State, queue: int, used: Vector) -> Fraction | float:
     """What a leaf that uses as much borrows: a part of what all leaves are promised, of its dominant resource."""
     tree = state.queues
-    promised = tree.guaranteed[tree.leaf].sum(axis=0)
     nominal, lendable, use = (
-        {name: Fraction(int(vector[dim])) for dim, name in LENT.items()}
-        for vector in (tree.guaranteed[queue], promised, used)
+        {name: int(vector[dim]) for dim, name in LENT.items()}
+        for vector in (tree.guaranteed[queue], tree.lendable, used)
     )
-    return borrowing_share(nominal, lendable, use, Fraction(tree.rows[queue].weight)).share
+    return borrowing_share(nominal, lendable, use, tree.rows[queue].weight).share
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +111,29 @@ class FairBorrowing:
     def _by_final_share(
         self, state: State, row: LiveJob, mine: Fraction | float
     ) -> tuple[Sequence[LiveJob], Sequence[LiveJob]]:
-        """Who may be taken by the first rule, and beside them by the second."""
+        """Who may be taken by the first rule, and beside them by the second.
+
+        A share only falls here: a size of job that the first rule refuses in a queue is refused there for good.
+        """
         tree, used = state.queues, state.used.copy()
         able = {tree.row[path]: list(jobs) for path, jobs in _takeable(state, row)}
         shares = {queue: borrowed(state, queue, used[queue]) for queue in able}
         first, second = list[LiveJob](), list[LiveJob]()
-        passed = set[int]()
+        passed, refused = set[int](), set[tuple[int, Shape]]()
         while able:
             queue = max(able, key=lambda q: (shares[q], -q))
             other = able[queue].pop()
             if not able[queue]:
                 del able[queue]
-            rest = used[queue] - tree.need(other.ask.shape)
-            final = borrowed(state, queue, rest)
-            if mine <= final:
-                first.append(other)
-                used[queue], shares[queue] = rest, final
-            elif mine < shares[queue] and queue not in passed:
+            if (queue, other.ask.shape) not in refused:
+                rest = used[queue] - tree.need(other.ask.shape)
+                final = borrowed(state, queue, rest)
+                if mine <= final:
+                    first.append(other)
+                    used[queue], shares[queue] = rest, final
+                    continue
+                refused.add((queue, other.ask.shape))
+            if mine < shares[queue] and queue not in passed:
                 passed.add(queue)
                 second.append(other)
         return first, second

@@ -285,7 +285,7 @@ def test_an_edit_made_while_the_workloads_are_looked_at_is_not_lost(
     async def test(service: Standing) -> None:
         begun, edited, looked = asyncio.Event(), asyncio.Event(), list[int]()
 
-        async def look(spec: JobSpec, _: str) -> JobSpec:
+        async def look(spec: JobSpec, *_: object) -> JobSpec:
             looked.append(spec.priority)
             begun.set()
             await edited.wait()

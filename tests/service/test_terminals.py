@@ -132,7 +132,7 @@ def test_the_command_types_what_comes_on_its_input_and_ends_as_the_program(tmp_p
                 (("exec", "-it", "hello-1", "-t", "5s", "--", "sh"), "--timeout 5s goes with a command without -it"),
                 (("exec", "-it", "--json", "hello-1"), "--json goes with a command without -it"),
                 (("exec", "hello-1/main/0", "main/0", "--", "true"), "hello-1/main/0 names an instance"),
-                (("exec", "hello-1", "--", "true"), "which instance?"),
+                (("exec", "hello-1", "--", "true"), "missing ROLE/N"),
                 (("exec", "hello-1", "main/0"), "missing COMMAND"),
             ):
                 wrong = await asyncio.to_thread(command, *words, typed="")

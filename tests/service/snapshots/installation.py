@@ -257,11 +257,11 @@ class Installed(Standing):
             await self.after(*(InstanceReady(role=one.role, rank=one.rank, epoch=epochs[one]) for one in ids), job=job)
 
 
-async def _inspected(spec: JobSpec, workdir: str) -> JobSpec | Refused:
+async def _inspected(spec: JobSpec, workdir: str, built: dict[RoleName, str]) -> JobSpec | Refused:
     """As the service does it, save for the job that is to be seen meanwhile."""
     if spec.name == NEVER_INSPECTED:
         await asyncio.Event().wait()
-    return await inspect_workloads(spec, workdir)
+    return await inspect_workloads(spec, workdir, built)
 
 
 @asynccontextmanager

@@ -100,7 +100,7 @@ def down(
 
     rota down --jobs cancel --yes
     """
-    if jobs not in ("leave", "cancel"):
+    if jobs not in ("leave", "cancel", "stop"):  # stop is the older name of cancel
         raise BadInput(f"--jobs {jobs}: expected leave or cancel")
     from rota.service.process.daemon import down as end
     from rota.service.process.daemon import live_by_user, live_in_log

@@ -17,7 +17,7 @@ from rota.cluster.core import events, preemption
 from rota.cluster.core.capacity import QueueTable
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
-from rota.job.core import desired, failover, ledger, losses, machine, shutdown, survival
+from rota.job.core import attempt, desired, failover, ledger, machine, shutdown, survival
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import fold
@@ -105,14 +105,14 @@ def released_too_early(patch: Patch) -> None:
 
 def budget_reset_at_restart(patch: Patch) -> None:
     """A new master forgets how often a role was restarted."""
-    real = losses.reattach
-    patch.setattr(losses, "reattach", lambda ctx, event: replace(real(ctx, event), charges=()))
+    real = attempt.reattach
+    patch.setattr(attempt, "reattach", lambda ctx, event: replace(real(ctx, event), charges=()))
 
 
 def repeated_errors_forgotten_at_restart(patch: Patch) -> None:
     """A new master forgets which errors came again and again."""
-    real = losses.reattach
-    patch.setattr(losses, "reattach", lambda ctx, event: replace(real(ctx, event), repeats=()))
+    real = attempt.reattach
+    patch.setattr(attempt, "reattach", lambda ctx, event: replace(real(ctx, event), repeats=()))
 
 
 def started_beside_the_old_one(patch: Patch) -> None:
@@ -265,20 +265,20 @@ def failed_dependency_forgotten(patch: Patch) -> None:
 
 def stale_death_believed(patch: Patch) -> None:
     """The report of the end of an earlier process counts against the present one."""
-    patch.setattr(losses, "_concerns", lambda one, event: one.process is not None)
+    patch.setattr(attempt, "_concerns", lambda one, event: one.process is not None)
 
 
 def timer_of_an_old_epoch(patch: Patch) -> None:
     """A timer is not ended with its time, and when it fires it counts."""
-    real = losses.fire
+    real = attempt.fire
     patch.setattr(executor.Executor, "keep", lambda self, wanted: None)
 
     def fire(ctx: JobContext, timer: str, doing: Any) -> JobContext:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(losses, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
+            inner.setattr(attempt, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
             return real(ctx, timer, doing)
 
-    patch.setattr(losses, "fire", fire)
+    patch.setattr(attempt, "fire", fire)
 
 
 def cancel_overwritten_by_finish(patch: Patch) -> None:
@@ -383,12 +383,12 @@ def paused_job_admitted(patch: Patch) -> None:
 
 def rollback_ignored(patch: Patch) -> None:
     """After a return to an earlier commit the job counts on from the last one."""
-    real = losses.roll_back
+    real = attempt.roll_back
 
     def roll_back(ctx: JobContext, event: Any) -> JobContext:
         return replace(real(ctx, event), committed=ctx.committed)
 
-    patch.setattr(losses, "roll_back", roll_back)
+    patch.setattr(attempt, "roll_back", roll_back)
 
 
 def weights_forgotten(patch: Patch) -> None:
@@ -439,8 +439,8 @@ def superfluous_victim(patch: Patch) -> None:
 
 def requeue_forgets_commits(patch: Patch) -> None:
     """A job that goes back to the queue begins again with commit 1."""
-    real = losses.requeue
-    patch.setattr(losses, "requeue", lambda ctx, event: replace(real(ctx, event), committed=0))
+    real = attempt.requeue
+    patch.setattr(attempt, "requeue", lambda ctx, event: replace(real(ctx, event), committed=0))
 
 
 def cancel_lost_in_the_queue(patch: Patch) -> None:
@@ -486,12 +486,12 @@ def stop_beside_a_start(patch: Patch) -> None:
 
 def missing_not_lost(patch: Patch) -> None:
     """A new master takes a process that is gone for alive."""
-    patch.setattr(losses, "_is_gone", lambda one, alive: False)
+    patch.setattr(attempt, "_is_gone", lambda one, alive: False)
 
 
 def unexpected_left_alone(patch: Patch) -> None:
     """A new master leaves processes alone that its log does not know."""
-    patch.setattr(losses, "_with_unexpected", lambda one, alive: one)
+    patch.setattr(attempt, "_with_unexpected", lambda one, alive: one)
 
 
 def age_of_the_last_stage(patch: Patch) -> None:

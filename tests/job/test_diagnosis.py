@@ -13,7 +13,7 @@ from rota.job.core.graph import expand
 from rota.job.core.progress import WaitEdge
 from rota.job.health.heartbeat import SETTING_UP, Heartbeat, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager, sentence
-from rota.job.master.master import Rendezvous
+from rota.job.master.inbox import Rendezvous
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
 from rota.spec.job import RoleSpec

@@ -18,10 +18,11 @@ from rota.job.instance import instance as instance_module
 from rota.job.instance import operations
 from rota.job.instance.instance import Instance
 from rota.job.master.executor import death_event
-from rota.job.rpc.client import EventLoopThread, Refusal
+from rota.job.rpc.client import Refusal
 from rota.job.rpc.peers import JobPlace, PeerTable
 from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
+from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch, RoleName

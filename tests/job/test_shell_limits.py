@@ -23,13 +23,15 @@ from rota.job.instance import flow
 from rota.job.instance.flow import Flow, LoopRunner
 from rota.job.instance.runners import StillRunning
 from rota.job.instance.spmd import SETUP_MAX_S
-from rota.job.master import executor, master
+from rota.job.master import executor, inbox, master
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event
-from rota.job.master.master import AppendRequest, InboxFull, JobMaster
-from rota.job.rpc.client import EventLoopThread, Exited, RpcClient
+from rota.job.master.inbox import AppendRequest, InboxFull
+from rota.job.master.master import JobMaster
+from rota.job.rpc.client import RpcClient
 from rota.job.rpc.peers import JobPlace, Peer, PeerTable
 from rota.runtime.clock import SystemClock
+from rota.runtime.event_loop import EventLoopThread, Exited
 from rota.runtime.launcher import Call, CallTimeout, ProcessDied, ProcessGone, RemoteError
 from rota.spec.commands import ReleaseGang, ReserveGang, SetTimer
 from rota.spec.errors import BadInput, CallError, Fenced
@@ -62,7 +64,7 @@ def a_master() -> JobMaster:
 
 
 def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master, "INBOX_MAX", 3)
+    monkeypatch.setattr(inbox, "INBOX_MAX", 3)
 
     async def main() -> None:
         one = a_master()
@@ -76,7 +78,7 @@ def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch:
 
 
 def test_a_full_inbox_answers_every_request_and_a_commit_is_to_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master, "INBOX_MAX", 2)
+    monkeypatch.setattr(inbox, "INBOX_MAX", 2)
 
     async def main() -> None:
         one = a_master()

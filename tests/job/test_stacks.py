@@ -15,7 +15,7 @@ from rota.job.health.stacks import is_of_the_job, of_the_job, own_stacks
 from rota.job.inspect import inspect_all
 from rota.job.instance import bootstrap
 from rota.job.instance.instance import failure_of
-from rota.job.rpc.client import EventLoopThread
+from rota.runtime.event_loop import EventLoopThread
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 

@@ -44,6 +44,16 @@ from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 PLATFORM = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT, Reason.SELF_ENDED})
 """Faults of what carries the job: engine, node, reservation; and of a process that ended itself, since its master did
 not answer, or since it could not follow a recovery."""
+NODE_MOVES_MAX = 2
+"""Replacements of a node for one role within its window; the next one widens to the job."""
+SUSPECT_S = 30.0
+"""Two units of one node that die within this time, with no death elsewhere, make the node suspect."""
+REPEAT_N, REPEAT_S = 3, 600.0
+"""This number of deaths of several units of one node, with none elsewhere, is the node's fault: no check is asked."""
+READY = InstanceState.READY
+_LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
+BACKOFF_MAX_S = 60.0
+CHARGES_KEPT_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +135,6 @@ def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
     died = {(one.instance, one.at_s, one.node) for one in recent if one.node}
     units = {ctx.plan.unit(one) for one, _, _ in died if one in ctx.instances}
     return len(died) if len({node for _, _, node in died}) == 1 and len(units) > 1 else 0
-
-
-NODE_MOVES_MAX = 2
-"""Replacements of a node for one role within its window; the next one widens to the job."""
-SUSPECT_S = 30.0
-"""Two units of one node that die within this time, with no death elsewhere, make the node suspect."""
-REPEAT_N, REPEAT_S = 3, 600.0
-"""This number of deaths of several units of one node, with none elsewhere, is the node's fault: no check is asked."""
-READY = InstanceState.READY
-_LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +395,6 @@ class FailoverCoordinator:
 
     def _role(self, cause: Loss) -> RoleSpec:
         return self.ctx.role(cause.instance.role)
-
-
-BACKOFF_MAX_S = 60.0
-CHARGES_KEPT_MAX = 1000
 
 
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:

@@ -16,38 +16,32 @@ the loop it is not known who sleeps, so both operations may come twice.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+import asyncio
+import contextlib
+import itertools
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rota.job.core.graph import lease_groups
 from rota.job.core.ledger import Order
 from rota.job.health.stacks import line_in_job, place_in_job
 from rota.job.instance.operations import PHASE
 from rota.job.instance.streams import Batch, Pump, Streams
-from rota.spec.dispatch import StreamRule
-from rota.spec.errors import nearest
-from rota.spec.job import RoleSpec
+from rota.job.rpc import dispatch
+from rota.job.rpc.client import RpcClient, all_results
+from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, StreamRule, SumRule, rule_to_text
+from rota.spec.errors import BadInput, nearest
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.job import Edge, Endpoint, JobSpec, RoleSpec, endpoint
 from rota.spec.resources import counted
 
 if TYPE_CHECKING:
     from rota.job.instance.flow import Flow
-import asyncio
-import contextlib
-import itertools
-from collections import deque
-from collections.abc import Awaitable
-from dataclasses import dataclass, field, replace
-
-from rota.job.core.graph import lease_groups
-from rota.job.rpc import dispatch
-from rota.job.rpc.client import RpcClient, all_results
-from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, SumRule, rule_to_text
-from rota.spec.errors import BadInput
-from rota.spec.ids import Epoch, InstanceId
-from rota.spec.job import Edge, Endpoint, JobSpec, endpoint
 
 
 def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:

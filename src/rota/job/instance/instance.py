@@ -38,11 +38,12 @@ from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
 from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_environment
-from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
+from rota.job.rpc.client import Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home, snapshot
+from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
 from rota.runtime.process import ExecResult, execute_command, own_id

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 from rota.job.health.heartbeat import QUIET_MAX_S, ProgressMarks
 from rota.job.health.preflight import NodeUnfit, collective, findings_for, pairwise, slow_text
 from rota.job.inspect import import_target
-from rota.job.rpc.client import EventLoopThread, RpcClient
+from rota.job.rpc.client import RpcClient
 from rota.job.rpc.dispatch import coordinates
 from rota.job.rpc.peers import JobPlace, checkpoint_dir, master_handle
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import NODE, Home, export, get, snapshot
+from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.node import NODE_ADDRESS, group_backend
 from rota.spec.errors import BadInput

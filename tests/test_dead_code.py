@@ -24,7 +24,7 @@ USERS = [SOURCES, ROOT / "examples", ROOT / "docs", ROOT / "tests" / "proof"]
 CALLED_BY_NAME = {
     # of a library: Python, asyncio, uvicorn, click, pydantic, torch, Ray, SQLAlchemy, enum
     "_generate_next_value_", "_set_group_name", "allreduce_coalesced", "capture_signals",
-    "default_schema", "exec_module", "getBackendName", "group_name",
+    "default_schema", "getBackendName", "group_name",
     "pipe_data_received", "process_exited", "start_api_server", "_repr_html_",
     "abort_transport", "actor_has_tensor_transport", "can_abort_transport", "extract_tensor_transport_metadata",
     "garbage_collect", "get_communicator_metadata", "is_one_sided", "recv_multiple_tensors",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -61,25 +60,6 @@ def test_a_model_without_the_named_parts_is_refused() -> None:
         parallelize(nn.Linear(2, 2), replace(ALONE, mesh=Mesh(tp=2)), optimizer=SGD)
     with pytest.raises(BadInput, match="Linear has no module 'layers'"):
         parallelize(nn.Linear(2, 2), replace(ALONE, layers=(Layer(count=4, recompute="full"),)), optimizer=SGD)
-
-
-@pytest.mark.parametrize(
-    ("old", "now", "name"),
-    [
-        ("rota.train.experts", "rota.train.parallel.experts", "Experts"),
-        ("rota.train.data_cache", "rota.train.data", "DataCache"),
-        ("rota.train.elastic", "rota.train.local_hardware", "replan"),
-        ("rota.train.plan.layers", "rota.train.plan.model", "ModelShape"),
-        ("rota.train.ps.embedding", "rota.train.sync", "ShardedEmbedding"),
-        ("rota.train.ps_client", "rota.train.ps.client", "PsClient"),
-        ("rota.train.ps_server", "rota.train.ps.server", "PsServer"),
-        ("rota.train.ps_table", "rota.train.ps.table", "TableSpec"),
-        ("rota.train.shm_group", "rota.train.shm", "register"),
-        ("rota.train.ps", "rota.train.ps.clocks", "Rule"),
-    ],
-)
-def test_import_paths_of_earlier_releases_give_the_same_names(old: str, now: str, name: str) -> None:
-    assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(now), name)
 
 
 def test_layers_that_no_rule_fits_are_named_with_their_modules() -> None:

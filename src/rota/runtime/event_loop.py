@@ -1,6 +1,6 @@
 """An event loop in a thread of its own, which code of users cannot end.
 
-Every process of a job has one for what Rota does and one for what its user's code does, so that neither holds the
+An instance has one for what Rota does and one for the code of its user, so that neither holds the
 other up.
 """
 

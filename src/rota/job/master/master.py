@@ -84,8 +84,6 @@ def newest_context(log: EventLog, job: JobId) -> Replayed:
     for kept in log.contexts(job):
         try:
             ctx = JobContext.from_json(json.loads(kept.body))
-            if ctx.checkpoint_n and not ctx.checkpoints:
-                raise ValueError("it has no list of checkpoints, an earlier release kept it")
             return Replayed(ctx=ctx, number=kept.number)
         except (ValueError, TypeError, KeyError) as error:
             report_unreadable(kept, error)

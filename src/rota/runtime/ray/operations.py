@@ -199,8 +199,6 @@ class GatewayOps:
             await self._launcher.call(_master(job), Call(method="ping", timeout_s=ANSWER_S, control=True))
         except (ProcessGone, CallTimeout):
             return False
-        except AttributeError:  # one of a version that has no ping
-            return True
         return True
 
     async def find(self, job: str) -> FoundDocument:

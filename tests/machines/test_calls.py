@@ -16,7 +16,7 @@ from tests.machines.bed import Machine, bed
 from tests.machines.site import Site, long, site
 
 from rota.runtime.frames import CALL, encode, pack
-from rota.runtime.hello import FAILURES_MAX
+from rota.runtime.handshake import FAILURES_MAX
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LIMIT_S = 240.0
@@ -34,7 +34,7 @@ roles:
     workload: remote_calls:drive
     resources: {{cpus: 1}}
 """
-HELLO_BYTES = 40
+HANDSHAKE_BYTES = 40
 """Name, version and challenge: what a call server says to whoever connects."""
 STRANGER = """
 import socket, sys
@@ -133,7 +133,7 @@ def test_a_stranger_is_refused_at_every_call_server_before_anything_is_unpickled
         assert owner.run("python3", "-c", HELD, port).strip() == "1", "it listens at the address of its node"
         for _ in range(FAILURES_MAX + 1):
             said = across.stranger.run("python3", "-c", STRANGER, host, port, frame).split()
-            assert said[0] == "closed" and int(said[1]) == HELLO_BYTES, "the challenge, and nothing after it"
+            assert said[0] == "closed" and int(said[1]) == HANDSHAKE_BYTES, "the challenge, and nothing after it"
         assert not owner.path(trap).exists()
     before = len(across.answers())
     across.until(lambda: len(across.answers()) > before + 20)

@@ -10,7 +10,7 @@ import pytest
 from tests.machines.bed import Machine, bed
 from tests.machines.counting import CODE, Watched
 from tests.machines.site import Site, long, site
-from tests.machines.test_calls import HELLO_BYTES, Trap
+from tests.machines.test_calls import HANDSHAKE_BYTES, Trap
 
 from rota.runtime.frames import CALL, encode, pack
 
@@ -64,7 +64,7 @@ def called(target, method):
 def look(host, port):
     said = exchange((host, port), trap, 10)
     if said.startswith(b"ROTA"):
-        return ["hello", [len(said)]]
+        return ["handshake", [len(said)]]
     found = set()
     for path in PATHS:
         head = f"POST {path} HTTP/1.1\\r\\nHost: {host}:{port}\\r\\nConnection: close\\r\\n"
@@ -77,9 +77,13 @@ def look(host, port):
 
 print(json.dumps({at: look(at.rpartition(":")[0], int(at.rpartition(":")[2])) for at in json.loads(sys.argv[1])}))
 """
-CLOSED = {"hello": {HELLO_BYTES}, "http": {"401", "403", "404", "405"}, "grpc": {"UNAUTHENTICATED", "UNIMPLEMENTED"}}
+CLOSED = {
+    "handshake": {HANDSHAKE_BYTES},
+    "http": {"401", "403", "404", "405"},
+    "grpc": {"UNAUTHENTICATED", "UNIMPLEMENTED"},
+}
 """What a listener may say: its challenge and nothing after it; that it wants a token, or has no such method."""
-WANTS_PROOF = {"hello": HELLO_BYTES, "http": "401", "grpc": "UNAUTHENTICATED"}
+WANTS_PROOF = {"handshake": HANDSHAKE_BYTES, "http": "401", "grpc": "UNAUTHENTICATED"}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +115,7 @@ def test_a_stranger_is_refused_at_every_port_of_both_machines(over_two: tuple[Si
     said = json.loads(stranger.run(sys.executable, "-c", STRANGER, json.dumps(list(before)), frame, timeout_s=600.0))
     kinds = [kind for kind, _ in said.values()]
     # The call servers of both roles and the tensor servers, the service, agents of the engine, and the engine itself.
-    assert kinds.count("hello") >= 4 and kinds.count("http") >= 1 and kinds.count("grpc") >= 6, said
+    assert kinds.count("handshake") >= 4 and kinds.count("http") >= 1 and kinds.count("grpc") >= 6, said
     for at, (kind, answers) in said.items():
         assert set(answers) <= CLOSED[kind] and WANTS_PROOF[kind] in answers, (at, before[at], kind, answers)
     for machine in over.machines:

@@ -31,7 +31,7 @@ from tests.runtime import call_server
 
 from rota.runtime import frames, socket_calls
 from rota.runtime.frames import CALL, NOTHING, QUEUE_BYTES_MAX, encode, pack
-from rota.runtime.hello import FAILURES_MAX
+from rota.runtime.handshake import FAILURES_MAX
 from rota.runtime.launcher import NotPicklable
 from rota.runtime.socket_calls import (
     INFLIGHT_MAX,
@@ -387,7 +387,7 @@ def test_without_the_key_and_the_name_nothing_is_unpickled_and_others_of_that_ho
 def test_strangers_that_say_nothing_do_not_keep_others_out(remote: Served) -> None:
     host, _, port = remote.address.rpartition(":")
     with contextlib.ExitStack() as links:
-        for _ in range(socket_calls.HELLOS_MAX - 1):
+        for _ in range(socket_calls.HANDSHAKES_MAX - 1):
             links.enter_context(socket.create_connection((host, int(port)), LIMIT_S))
         assert remote.asking(lambda one: one.call(("echo", 1), None)) == 1
 

@@ -15,7 +15,7 @@ from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.service import demo
 from rota.service.config import load_settings
-from rota.service.demo import STROKES, Kill, Outcome, judge
+from rota.service.demo import KILL_STEPS, Kill, Outcome, judge
 from rota.service.process import daemon
 from rota.spec.errors import EngineUnavailable, TimedOut
 
@@ -45,7 +45,7 @@ def outcome(**fields: Any) -> Outcome:
             "seconds": 100.0,
             "commits": [one["n"] for one in events],
             "figures": demo._figures(events),
-            "kills": [kill(stroke.victim) for stroke in STROKES],
+            "kills": [kill(step.victim) for step in KILL_STEPS],
             "waiting": [{"job": "pretrain-1", "asks": "12 x 8 devices", "why": "NO_FREE_DEVICES: <88> free"}],
             "failures": [],
             "events": events,
@@ -98,10 +98,10 @@ def test_the_report_holds_the_curve_every_kill_and_every_reason_and_needs_no_oth
     (output / "curve.png").write_bytes(b"picture")
     page = demo.write_report(tmp_path / "report", outcome(), output).read_text(encoding="utf-8")
     assert base64.b64encode(b"picture").decode() in page
-    assert all(stroke.victim in page for stroke in STROKES) and "<polyline" in page
+    assert all(step.victim in page for step in KILL_STEPS) and "<polyline" in page
     assert "&lt;88&gt; free" in page, "texts of the log are no markup"
     facts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
-    assert [one["victim"] for one in facts["kills"]] == [stroke.victim for stroke in STROKES]
+    assert [one["victim"] for one in facts["kills"]] == [step.victim for step in KILL_STEPS]
 
 
 class Starting:
@@ -117,7 +117,7 @@ def test_a_play_without_time_left_says_what_the_job_waits_for_and_how_busy_the_m
     client: Any = Starting()
     watch = demo._Watch(client, "grpo-sums-1", told.append, began_s=-1e9)
     with pytest.raises(TimedOut, match="did not reach commit 140: commit 0: RECOVERING, 1 of 8") as caught:
-        watch.strike(STROKES[0])
+        watch.kill(KILL_STEPS[0])
     assert "the load is" in (caught.value.hint or "")
     assert told == ["commit 0: RECOVERING, 1 of 8 instances ready, waits for actor/0"]
 

@@ -23,7 +23,7 @@ from rota.service import demo
 from rota.service.api import body_of
 from rota.service.cli.verbs import run
 from rota.service.client import Client
-from rota.service.demo import STROKES
+from rota.service.demo import KILL_STEPS
 from rota.service.jobfile.reader import read_job
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.ids import JobId
@@ -292,21 +292,21 @@ def test_check_does_not_depend_on_what_else_listens_here(
 
 
 def test_the_summary_of_the_demo_has_a_line_for_each_kill_in_order() -> None:
-    kills = [kill(stroke.victim, wall_s=10.0 * n) for n, stroke in enumerate(STROKES)]
+    kills = [kill(step.victim, wall_s=10.0 * n) for n, step in enumerate(KILL_STEPS)]
     failures = [
         {
             "seen_at": f"1970-01-01T00:00:{10 * n:02}.100Z",
-            "instance": stroke.victim,
+            "instance": step.victim,
             "reason": "SIGNALLED",
             "level": "process",
-            "scope": [{"instance": stroke.victim}],
+            "scope": [{"instance": step.victim}],
             "seconds": 3.0,
         }
-        for n, stroke in enumerate(STROKES)
-        if stroke.victim != "master"
+        for n, step in enumerate(KILL_STEPS)
+        if step.victim != "master"
     ]
     told: list[str] = []
-    demo._tell(outcome(kills=kills, failures=failures), told.append)
-    lines = told[: len(STROKES)]
-    assert [stroke.victim in line for stroke, line in zip(STROKES, lines, strict=True)] == [True] * len(STROKES)
+    demo._print_summary(outcome(kills=kills, failures=failures), told.append)
+    lines = told[: len(KILL_STEPS)]
+    assert [step.victim in line for step, line in zip(KILL_STEPS, lines, strict=True)] == [True] * len(KILL_STEPS)
     assert lines[-1] == "1970-01-01T00:00:20.000Z  master killed -> pid 8 in its place, no instance restarted, 2.0 s"

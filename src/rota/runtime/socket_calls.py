@@ -3,8 +3,8 @@
 A ``CallServer`` listens under a name of the abstract namespace, which belongs to the machine (its network namespace)
 and forgets a name with its process: nothing is looked up and no file is left. There each side asks the kernel for the
 user of the other one and talks to its own user alone. For callers on other machines it listens at the address of its
-node; there both sides prove that they know the key of the job (``hello``), for the very name that is called. Nothing is
-unpickled before either. One connection carries all calls of a process and event loop to a server. Linux.
+node; there both sides prove that they know the key of the job (``handshake``), for the very name that is called.
+Nothing is unpickled before either. One connection carries all calls of a process and event loop to a server. Linux.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rota.runtime.frames import (
     unwatched,
     watched,
 )
-from rota.runtime.hello import Guard, Refused, admit, greet
+from rota.runtime.handshake import Guard, Refused, client_handshake, server_handshake
 from rota.runtime.launcher import NotPicklable
 from rota.runtime.process import ProcessId
 from rota.spec.user_code import UserCode
@@ -48,8 +48,8 @@ INFLIGHT_MAX: Final = 1024
 INFLIGHT_BYTES_MAX: Final = 1 << 30
 """Bytes of their arguments; a call with more than that runs alone."""
 BACKLOG: Final = 1024
-HELLOS_MAX: Final = 64
-"""Connections from other machines that have not said hello yet."""
+HANDSHAKES_MAX: Final = 64
+"""Connections from other machines that have not finished the handshake yet."""
 SILENT_S: Final = 90.0
 """A connection between machines over which nothing comes through for this long is broken: longer than the time after
 which an instance without an answer of its master ends itself."""
@@ -87,7 +87,7 @@ def _credentials(link: socket.socket) -> tuple[int, int]:
 
 
 def _purpose(name: str) -> str:
-    """What a hello is for: a proof for one server is worth nothing at another."""
+    """What a handshake is for: a proof for one server is worth nothing at another."""
     return f"calls to {name}"
 
 
@@ -169,7 +169,7 @@ class CallServer:
                 self.serve(link)
 
     async def _accept_remote(self, listening: socket.socket, key: bytes, purpose: str) -> None:
-        guard, rooms = Guard(), asyncio.Semaphore(HELLOS_MAX)
+        guard, rooms = Guard(), asyncio.Semaphore(HANDSHAKES_MAX)
         while True:
             await rooms.acquire()
             link, address = await _accepted(listening)
@@ -185,7 +185,7 @@ class CallServer:
         known = guard.suspects(address)
         try:
             _set_options(link)
-            peer = await admit(link, key, purpose, guard)
+            peer = await server_handshake(link, key, purpose, guard)
         except OSError as error:
             if not known:
                 _log.warning("a connection from %s was refused: %s", address, error)
@@ -343,13 +343,13 @@ class CallClient:
         return Connection(link, process.identify(pid), self._fallback)
 
     async def _dial(self, name: str, address: str, key: bytes) -> Connection:
-        """Raises ConnectionLost: refused by the kernel there, no process listens; by the hello, it is another one."""
+        """Raises ConnectionLost: refused by the kernel there, no process listens; by the handshake, another one."""
         host, _, port = address.rpartition(":")
         link = _tcp_socket(host)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.get_running_loop().sock_connect(link, (host, int(port)))
-            peer = await greet(link, key, _purpose(name))
+            peer = await client_handshake(link, key, _purpose(name))
         except Refused as error:
             link.close()
             raise ConnectionLost(f"{address} does not let it in: {error}", gone=False, unsure=True) from None

@@ -61,7 +61,7 @@ class KillStep:
     after: int
 
 
-STROKES = (
+KILL_STEPS = (
     KillStep(victim="rollout/1", after=140),
     KillStep(victim="actor/1", after=170),
     KillStep(victim="master", after=200),
@@ -187,7 +187,7 @@ def _scenario(client: Client, example: Path, say: Say, began_s: float) -> Outcom
     say(f"{job} submitted: actor 2, ref 1, rollout 2, reward 2, loop 1")
     holder, waiting = _fill_queue(client, say)
     watch = _Watch(client, job, say, began_s)
-    kills = [watch.strike(stroke) for stroke in STROKES]
+    kills = [watch.kill(step) for step in KILL_STEPS]
     state = watch.until_end()
     for other in [*(one["job"] for one in waiting), holder]:
         client.stop(other, grace_s=0.0)
@@ -207,7 +207,7 @@ def _scenario(client: Client, example: Path, say: Say, began_s: float) -> Outcom
         problems=[],
     )
     outcome.problems = judge(outcome)
-    _tell(outcome, say)
+    _print_summary(outcome, say)
     return outcome
 
 
@@ -245,21 +245,21 @@ class _Watch:
         self._client, self._job, self._say = client, job, say
         self._clock = SystemClock()
         self._deadline_s = began_s + PLAY_MAX_S
-        self._told, self._standing = -1, ""
+        self._commit, self._state = -1, ""
 
-    def strike(self, stroke: KillStep) -> Kill:
+    def kill(self, step: KillStep) -> Kill:
         """Wait for the commit, kill, wait until the job commits again."""
-        document = self._until(lambda doc: _commit(doc) >= stroke.after, f"commit {stroke.after}")
-        pid = _pid(document, stroke.victim)
+        document = self._until(lambda doc: _commit(doc) >= step.after, f"commit {step.after}")
+        pid = _pid(document, step.victim)
         found = process.identify(pid) if pid else None
         if found is None or not process.send_signal(found, signal.SIGKILL):
-            raise TimedOut(f"{stroke.victim} of {self._job} was gone before it could be killed")
-        kill = Kill(victim=stroke.victim, pid=found.pid, at=_commit(document), wall_s=self._clock.wall_s())
-        self._say(f"commit {kill.at}: kill -9 {stroke.victim} (pid {kill.pid})")
+            raise TimedOut(f"{step.victim} of {self._job} was gone before it could be killed")
+        kill = Kill(victim=step.victim, pid=found.pid, at=_commit(document), wall_s=self._clock.wall_s())
+        self._say(f"commit {kill.at}: kill -9 {step.victim} (pid {kill.pid})")
         began_s = self._clock.monotonic_s()
-        document = self._until(lambda doc: _healed(doc, kill), f"recovery of {stroke.victim}")
+        document = self._until(lambda doc: _healed(doc, kill), f"recovery of {step.victim}")
         kill.healed_s, kill.new_pid = round(self._clock.monotonic_s() - began_s, 2), _pid(document, kill.victim)
-        self._say(f"commit {_commit(document)}: {stroke.victim} is back as pid {kill.new_pid}, {kill.healed_s} s")
+        self._say(f"commit {_commit(document)}: {step.victim} is back as pid {kill.new_pid}, {kill.healed_s} s")
         return kill
 
     def until_end(self) -> str:
@@ -277,24 +277,24 @@ class _Watch:
             if self._clock.monotonic_s() > self._deadline_s:
                 raise TimedOut(
                     f"the demonstration has {PLAY_MAX_S:.0f} s and did not reach {what}: "
-                    f"commit {_commit(document)}: {_standing(document)}",
+                    f"commit {_commit(document)}: {_state_text(document)}",
                     hint=f"the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: try again when it is less",
                 )
             blocking_sleep(POLL_S)
 
     def _progress(self, document: JobDocument) -> None:
         commit = _commit(document)
-        if commit and commit // 30 > self._told // 30:
+        if commit and commit // 30 > self._commit // 30:
             metrics = document["progress"]["metrics"] if document["progress"] else {}
             self._say(f"commit {commit}: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
-        elif (standing := _standing(document)) != self._standing:
-            self._standing = standing
+        elif (state := _state_text(document)) != self._state:
+            self._state = state
             if document["state"] != JobState.RUNNING:
-                self._say(f"commit {commit}: {standing}")
-        self._told = max(self._told, commit)
+                self._say(f"commit {commit}: {state}")
+        self._commit = max(self._commit, commit)
 
 
-def _standing(document: JobDocument) -> str:
+def _state_text(document: JobDocument) -> str:
     return f"{document['state']}, {document.get('phase') or document.get('reason') or ''}"
 
 
@@ -332,8 +332,8 @@ def judge(outcome: Outcome) -> list[str]:
     if outcome.state != JobState.SUCCEEDED.value:
         found.append(f"the job ended as {outcome.state}")
     found += [f"{kill.victim} did not come back" for kill in outcome.kills if kill.healed_s is None]
-    if len(outcome.kills) != len(STROKES):
-        found.append(f"{len(outcome.kills)} of {len(STROKES)} kills were done")
+    if len(outcome.kills) != len(KILL_STEPS):
+        found.append(f"{len(outcome.kills)} of {len(KILL_STEPS)} kills were done")
     if outcome.commits != list(range(1, len(outcome.commits) + 1)) or not outcome.commits:
         found.append("the commits are not 1..N, each once")
     if outcome.figures.get("rise", 0.0) < REWARD_RISE_MIN:
@@ -341,17 +341,17 @@ def judge(outcome: Outcome) -> list[str]:
     return found
 
 
-def _tell(outcome: Outcome, say: Say) -> None:
-    told: list[tuple[str, str]] = []
+def _print_summary(outcome: Outcome, say: Say) -> None:
+    lines: list[tuple[str, str]] = []
     for one in outcome.failures:
         scope = ", ".join(each["instance"] for each in one["scope"])
         text = f"{one['instance']} {one['reason']} -> {one['level']} ({scope}), {one['seconds']} s"
-        told.append((one["seen_at"], text))
+        lines.append((one["seen_at"], text))
     seen = {one["instance"] for one in outcome.failures}
     for kill in (one for one in outcome.kills if one.victim not in seen):  # no instance was lost with the master
         text = f"{kill.victim} killed -> pid {kill.new_pid} in its place, no instance restarted, {kill.healed_s} s"
-        told.append((iso(kill.wall_s), text))
-    for at, text in sorted(told):
+        lines.append((iso(kill.wall_s), text))
+    for at, text in sorted(lines):
         say(f"{at}  {text}")
     if outcome.figures:
         say(f"reward {outcome.figures['reward_before']:.3f} -> {outcome.figures['reward_after']:.3f}")

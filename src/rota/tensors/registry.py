@@ -165,13 +165,13 @@ class RedisMachine:
     def __init__(
         self, address: Address, namespace: str, clock: Clock, *, silent: Callable[[], None] | None = None
     ) -> None:
-        self.client = RedisClient(address, greet=self._greet, silent=silent)
+        self.client = RedisClient(address, on_connect=self._on_connect, silent=silent)
         self.prefix = f"{{{namespace}}}:"
         self.epoch = 0
         self.run_id = ""
         self._clock = clock
 
-    def _greet(self, exchange: Exchange) -> None:
+    def _on_connect(self, exchange: Exchange) -> None:
         """A server that was started anew may have come back with the content of an hour ago (its AOF or dump): a
         namespace it did not begin itself is taken as lost, whatever it holds. Headers are the truth. It takes a user
         who may say INFO and EVAL; for any other old content cannot be recognised."""

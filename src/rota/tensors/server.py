@@ -2,7 +2,7 @@
 
 ``python -m rota.tensors.server HOME HOST ADDRESS`` reads the key of the installation from its standard input and
 listens at a free port of ``ADDRESS``, which it writes to ``store.json`` beside the namespaces. The first process of the
-machine that needs it starts it; it ends as a keeper does. A connection begins with the hello of ``runtime.hello``;
+machine that needs it starts it; it ends as a keeper does. A connection begins with ``runtime.handshake``;
 after that every request is answered in turn:
 
 - ``get``: a version of a name, its manifest and its bytes. The first two machines that ask get them from here, later
@@ -32,7 +32,7 @@ from typing import Final
 
 from rota.runtime import directory, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
-from rota.runtime.hello import Guard, Refused, admit_blocking
+from rota.runtime.handshake import Guard, Refused, server_handshake_blocking
 from rota.runtime.random import SystemRandom
 from rota.spec.errors import NotReachable, RotaError
 from rota.tensors import errors, messages, transport
@@ -108,7 +108,7 @@ class TensorServer:
         """Answer the requests of one connection; of a ``known`` suspect address no refusal is written."""
         try:
             link.settimeout(None)
-            admit_blocking(link, self._own.key(), messages.PURPOSE, self._guard)
+            server_handshake_blocking(link, self._own.key(), messages.PURPOSE, self._guard)
             # At its end, what is still under way in the kernel may be memory of another version by then.
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             messages.limit_silence(link, _IDLE_S)

@@ -29,7 +29,7 @@ from typing import Final
 from rota.runtime import directory, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.directory import Directory
-from rota.runtime.hello import greet_blocking
+from rota.runtime.handshake import client_handshake_blocking
 from rota.spec.errors import NotReachable
 from rota.tensors import errors, messages
 from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane
@@ -236,7 +236,7 @@ _links: Final = _Links()
 
 
 def _connect(store: str) -> socket.socket:
-    """A new connection after the hello. Raises OSError, NotReachable."""
+    """A new connection after the handshake. Raises OSError, NotReachable."""
     known = directory.current()
     if known is None:
         raise NotReachable("this process was started by no engine, and knows no key of other machines")
@@ -244,7 +244,7 @@ def _connect(store: str) -> socket.socket:
     link = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
     try:
         link.settimeout(None)
-        greet_blocking(link, known.key(), messages.PURPOSE)
+        client_handshake_blocking(link, known.key(), messages.PURPOSE)
         messages.limit_silence(link)
     except BaseException:
         link.close()

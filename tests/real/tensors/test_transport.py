@@ -20,7 +20,7 @@ import pytest
 import rota.tensors
 from rota.runtime import directory, environ
 from rota.runtime.directory import FixedDirectory
-from rota.runtime.hello import Refused
+from rota.runtime.handshake import Refused
 from rota.tensors import errors, messages, transport
 from rota.tensors import server as server_module
 from rota.tensors.api.store import Plane

@@ -33,11 +33,11 @@ from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
 from rota.job.instance.handles import (
     DeviceLease,
-    Forgotten,
     PendingCall,
     RoleHandle,
     Roles,
     StreamHandles,
+    UnawaitedCalls,
     absent,
     gradient_edges,
 )
@@ -88,7 +88,7 @@ class Flow:
         )
         self.over = False
         """Its epoch is over: the function was cancelled, and whatever it still asks for is refused."""
-        self.forgotten = Forgotten()
+        self.unawaited = UnawaitedCalls()
         """Calls that have not been awaited."""
         self._config = config
         self._epoch: Epoch = setup.epoch
@@ -143,9 +143,9 @@ class Flow:
         sys.stdout.write(f"{message}\n")
         sys.stdout.flush()
 
-    def warn_of_forgotten(self) -> None:
+    def warn_of_unawaited(self) -> None:
         """A line in the log of the loop for each place whose calls were never awaited."""
-        for line in self.forgotten.lines():
+        for line in self.unawaited.lines():
             sys.stderr.write(f"rota: warning: {line}\n")
         sys.stderr.flush()
 
@@ -188,7 +188,7 @@ class Flow:
         ``batch`` goes to ``source``, what that makes and ``rest`` to the other end, gradients back. The roles step
         their optimisers in an operation of their own. Raises BadInput for another source, else as a call does.
         """
-        return self.forgotten.call("gradients", partial(self._gradients, source, batch, rest))
+        return self.unawaited.call("gradients", partial(self._gradients, source, batch, rest))
 
     async def _gradients(self, source: str, batch: object, rest: tuple[object, ...]) -> object:
         await self.settle()
@@ -466,12 +466,12 @@ class LoopRunner:
             await function(flow)
             await flow.settle()
         except Exception as error:
-            for line in flow.forgotten.lines():
+            for line in flow.unawaited.lines():
                 error.add_note(line)
             raise
         finally:
             if not flow.over:
-                flow.warn_of_forgotten()
+                flow.warn_of_unawaited()
             await flow.close()
             self._config.control.loop.call_soon_threadsafe(left.set)
 

@@ -61,12 +61,12 @@ Results = AsyncGenerator[object, None]
 class PendingCall(Coroutine[Any, Any, Any]):
     """A call of the loop. It begins when it is awaited, or when a task that was made of it runs."""
 
-    __slots__ = ("_begin", "_begun", "_call", "_forgotten")
+    __slots__ = ("_begin", "_begun", "_call", "_unawaited")
 
-    def __init__(self, begin: Begin, call: CallSite, forgotten: Counter[CallSite]) -> None:
-        self._begin, self._call, self._forgotten = begin, call, forgotten
+    def __init__(self, begin: Begin, call: CallSite, unawaited: Counter[CallSite]) -> None:
+        self._begin, self._call, self._unawaited = begin, call, unawaited
         self._begun: Coroutine[object, object, object] | None = None
-        forgotten[call] += 1
+        unawaited[call] += 1
 
     def __repr__(self) -> str:
         return f"<call of {self._call[0]} that must be awaited>"
@@ -99,22 +99,22 @@ class PendingCall(Coroutine[Any, Any, Any]):
     def _work(self) -> Coroutine[object, object, object]:
         if self._begun is None:
             self._begun = self._begin()
-            self._forgotten[self._call] -= 1
+            self._unawaited[self._call] -= 1
         return self._begun
 
 
-class Forgotten:
+class UnawaitedCalls:
     """Calls of the loop that nothing has awaited yet; at its end they are those that never ran."""
 
     def __init__(self) -> None:
         self._counts: Counter[CallSite] = Counter()
 
     def call(self, name: str, begin: Begin) -> PendingCall:
-        """A call that counts as forgotten until it is awaited."""
+        """A call that counts as unawaited until it is awaited."""
         return PendingCall(begin, (name, *line_in_job()), self._counts)
 
     def stream(self, name: str, begin: Callable[[], Results]) -> Results:
-        """Results as they finish; forgotten until the first of them is asked for."""
+        """Results as they finish; unawaited until the first of them is asked for."""
         call = (name, *line_in_job())
         self._counts[call] += 1
         return self._streamed(call, begin)
@@ -154,10 +154,10 @@ class RoleHandle:
             one = rule_to_text(Rank(self._rank))
             found, called = replace(found, send=one, recv=one), f"{self._role.name}[{self._rank}].{name}"
         if isinstance(found.recv_rule, StreamRule):
-            return lambda *args, **kwargs: flow.forgotten.stream(
+            return lambda *args, **kwargs: flow.unawaited.stream(
                 called, partial(flow.stream, self._role, found, args, kwargs)
             )
-        return lambda *args, **kwargs: flow.forgotten.call(called, partial(flow.call, self._role, found, args, kwargs))
+        return lambda *args, **kwargs: flow.unawaited.call(called, partial(flow.call, self._role, found, args, kwargs))
 
     def __getitem__(self, rank: int) -> RoleHandle:
         """The instance of this rank; a call of it raises BadInput while the role has none."""
@@ -212,7 +212,7 @@ class StreamHandle:
 
         The uid is ``value[key]`` if there is one, else a number. Raises BadInput for a uid that is open.
         """
-        return self._flow.forgotten.call(f"{self._name}.put", partial(self._put, value))
+        return self._flow.unawaited.call(f"{self._name}.put", partial(self._put, value))
 
     async def _put(self, value: object) -> int | str:
         await self._flow.settle()

@@ -460,7 +460,7 @@ class Watcher:
         self._stopping = False
         self._looked_s = time.monotonic()
         self._gcs_deaths = list[float]()
-        self._looks = defaultdict[str, HangWatch](HangWatch)
+        self._hang_watches = defaultdict[str, HangWatch](HangWatch)
         self._ports = dict[ProcessId, int]()
         self._ended = set[ProcessId]()
         """What hung: its death is noted already."""
@@ -495,7 +495,7 @@ class Watcher:
         for part, which in parts.items():
             if which is None or not process.is_alive(which):
                 continue
-            if why := self._looks[part].look(which, answers=process.is_stopped(which) or self._answers(which)):
+            if why := self._hang_watches[part].look(which, answers=process.is_stopped(which) or self._answers(which)):
                 end_hung(which, self._path.parent.parent, part, why, wait_s=_STOP_S)
                 self._ended.add(which)
 

@@ -64,7 +64,7 @@ class Gateway:
     def __init__(self, home: Path, settings: EngineSettings, namespace: str) -> None:
         self._home, self._settings, self._namespace = home, settings, namespace
         self._run, self._socket = home / "run", GatewayFiles(home).socket
-        self._looks = defaultdict[str, HangWatch](HangWatch)
+        self._hang_watches = defaultdict[str, HangWatch](HangWatch)
         self._supervisor = HangWatch()
         self._supervisor_gone = 0
         self._answers: OrderedDict[str, asyncio.Future[JsonObject]] = OrderedDict()
@@ -265,7 +265,7 @@ class Gateway:
     def _end_hung_watchers(self) -> None:
         """Who watches the engine is watched from here."""
         for one in RunFolder(self._run).alive():
-            if one.name.startswith("engine-") and (why := self._looks[one.name].look(one.id)):
+            if one.name.startswith("engine-") and (why := self._hang_watches[one.name].look(one.id)):
                 end_hung(one.id, self._run, "watcher of the engine", why, wait_s=_ENGINE_CHECK_S)
 
     def _stamped(self, message: JsonObject) -> JsonObject:

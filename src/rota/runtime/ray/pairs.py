@@ -1,7 +1,7 @@
 """Checks between machines of an engine: names, clocks, ports and bandwidth of each pair, versions on each.
 
 On each machine runs an actor for the time of the check; it listens at the address of its node for the others, who
-prove with the hello of ``runtime.hello`` that they know a key that was drawn for this check.
+prove with the handshake of ``runtime.handshake`` that they know a key that was drawn for this check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime.hello import Guard, admit_blocking, greet_blocking
+from rota.runtime.handshake import Guard, client_handshake_blocking, server_handshake_blocking
 from rota.spec.codec import JsonObject
 from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
 
@@ -70,7 +70,7 @@ class Checker:
     def _connected(self, address: str, port: int, what: bytes) -> socket.socket:
         made = socket.create_connection((address, port), timeout=CONNECT_S)
         try:
-            greet_blocking(made, self._key, PURPOSE)
+            client_handshake_blocking(made, self._key, PURPOSE)
             made.sendall(what)
         except BaseException:
             made.close()
@@ -111,7 +111,7 @@ class Checker:
     def _answer(self, there: socket.socket) -> None:
         with there, contextlib.suppress(OSError, EOFError):
             there.settimeout(CONNECT_S + SEND_S)
-            admit_blocking(there, self._key, PURPOSE, self._guard)
+            server_handshake_blocking(there, self._key, PURPOSE, self._guard)
             if _exactly(there, 1) == _TIME:
                 _exactly(there, 1)
                 there.sendall(_DOUBLE.pack(time.time()))

@@ -148,8 +148,8 @@ class RedisClient:
 
     A command whose reply was lost is sent once more over a new socket: callers make every command repeatable. Raises
     RegistryUnavailable when the server cannot be reached or does not answer within ``timeout_s``, ReplyError when it
-    refuses. ``greet`` is called with each new connection before any command goes over it, ``silent`` for each second
-    that a command waits for its answer.
+    refuses. ``on_connect`` is called with each new connection before any command goes over it, ``silent`` for each
+    second that a command waits for its answer.
     """
 
     def __init__(
@@ -157,12 +157,12 @@ class RedisClient:
         address: Address,
         *,
         timeout_s: float = 10.0,
-        greet: Callable[[Exchange], None] | None = None,
+        on_connect: Callable[[Exchange], None] | None = None,
         silent: Callable[[], None] | None = None,
     ) -> None:
         self.address = address
         self._silent = silent
-        self._greet = greet
+        self._on_connect = on_connect
         self._timeout_s = timeout_s
         self._local = threading.local()
         self._open: weakref.WeakSet[_Connection] = weakref.WeakSet()  # a thread's socket ends with its thread
@@ -233,9 +233,9 @@ class RedisClient:
 
     def _connect(self) -> _Connection:
         connection = _Connection(self.address, self._timeout_s, self._silent)
-        if self._greet is not None:
+        if self._on_connect is not None:
             try:
-                self._greet(lambda commands: [_checked(reply) for reply in connection.exchange(commands)])
+                self._on_connect(lambda commands: [_checked(reply) for reply in connection.exchange(commands)])
             except ReplyError as error:  # it is still loading what it had written
                 raise self._unavailable(str(error)) from None
         with self._lock:

@@ -178,7 +178,7 @@ class StoppedServer:
 
     def __init__(self, home: environ.Home) -> None:
         self._home = home
-        self._looks = HangWatch()
+        self._hang_watch = HangWatch()
         self._looked_s = 0.0
 
     def __call__(self) -> None:
@@ -189,7 +189,7 @@ class StoppedServer:
         server = _find_recorded(self._home)
         if server is None:
             return
-        if why := self._looks.look(server.process):
+        if why := self._hang_watch.look(server.process):
             end_hung(server.process, self._home.run, "registry", why)
 
 

@@ -54,7 +54,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._home = settings, Home.of(settings.home)
         self._clock = SystemClock()
-        self._looks = HangWatch()
+        self._hang_watch = HangWatch()
         self._hung: ProcessId | None = None
         self._died_s: float | None = None
         self._failures = 0
@@ -117,9 +117,9 @@ class Supervisor:
         return found
 
     def _look(self, which: ProcessId) -> None:
-        if self._looks.which != which:
+        if self._hang_watch.which != which:
             self._since_s, self._standby_failures = self._clock.monotonic_s(), 0
-        if why := self._looks.look(which, answers=self._pulse_age_s() < PULSE_MAX_S):
+        if why := self._hang_watch.look(which, answers=self._pulse_age_s() < PULSE_MAX_S):
             _log.error("the service, process %s, %s: it is started again", which.pid, why)
             end_hung(which, self._home.run, "service", why, wait_s=END_S)
             self._hung = which

@@ -2,9 +2,9 @@
 
 Both sides prove that they know a key without sending it (challenge and response with HMAC-SHA256, RFC 2104; each
 answer covers both challenges, the purpose and the identity, so that it can be neither replayed nor used for another
-listener). ``greet`` is the side that connects, ``admit`` the side that listens; both work on a connected socket, with
-``await`` on a non-blocking one or blocking with ``_blocking``. Nothing is unpickled and at most 1 KiB is read. A
-``Guard`` limits what an address may use after repeated failures; a right proof always passes.
+listener). ``client_handshake`` is the side that connects, ``server_handshake`` the side that listens; both work on a
+connected socket, with ``await`` on a non-blocking one or blocking with ``_blocking``. Nothing is unpickled and at most
+1 KiB is read. A ``Guard`` limits what an address may use after repeated failures; a right proof always passes.
 
 What follows on the connection is neither encrypted nor authenticated frame by frame.
 """
@@ -30,16 +30,16 @@ from rota import __version__
 
 PROTOCOL: Final = 1
 KEY_BYTES_MIN: Final = 16
-HELLO_S: Final = 5.0
-"""A peer that has not finished its hello by then is refused."""
+HANDSHAKE_S: Final = 5.0
+"""A peer that has not finished its handshake by then is refused."""
 FAILURES_MAX: Final = 3
 """After this many failures an address is suspect: a machine with a stale process, or a stranger."""
 SUSPECT_S: Final = 30.0
 """An address is suspect until it has not failed for this long."""
-SUSPECT_HELLO_S: Final = 1.0
-"""Time for the hello of a suspect address."""
-SUSPECT_HELLOS_MAX: Final = 32
-"""Hellos of one suspect address at once; a further connection is closed."""
+SUSPECT_HANDSHAKE_S: Final = 1.0
+"""Time for the handshake of a suspect address."""
+SUSPECT_HANDSHAKES_MAX: Final = 32
+"""Handshakes of one suspect address at once; a further connection is closed."""
 ADDRESSES_MAX: Final = 1024
 IDENTITY_BYTES_MAX: Final = 512
 _MAGIC: Final = b"ROTA" + struct.pack(">I", PROTOCOL)
@@ -53,7 +53,7 @@ _Steps: TypeAlias = "Generator[bytes | int, bytes, Peer]"
 
 
 class Refused(ConnectionError):
-    """The hello failed: another key, another protocol, another purpose, or silence."""
+    """The handshake failed: another key, another protocol, another purpose, or silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Peer:
 
 @dataclass(slots=True)
 class Guard:
-    """Failures and running hellos by address, for the threads of a listener.
+    """Failures and running handshakes by address, for the threads of a listener.
 
     An address that failed is never refused as a whole: other processes of that machine have the right key. What it
     may use of the listener is limited until it has not failed for ``SUSPECT_S`` seconds.
     """
 
     _failures: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
-    _hellos: Counter[str] = field(default_factory=Counter[str])
+    _handshakes: Counter[str] = field(default_factory=Counter[str])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def suspects(self, address: str) -> bool:
@@ -89,8 +89,8 @@ class Guard:
         return count >= FAILURES_MAX and time.monotonic() < until_s
 
     def closed(self, address: str) -> bool:
-        """Whether a connection from this address is to be closed at once: too many hellos of a suspect one run."""
-        return self.suspects(address) and self._hellos[address] >= SUSPECT_HELLOS_MAX
+        """Whether a connection from this address is to be closed at once: too many handshakes of a suspect one run."""
+        return self.suspects(address) and self._handshakes[address] >= SUSPECT_HANDSHAKES_MAX
 
     def failed(self, address: str) -> None:
         """Count a failure. Of more than ``ADDRESSES_MAX`` addresses the oldest is forgotten."""
@@ -102,12 +102,14 @@ class Guard:
                 self._failures.pop(next(iter(self._failures)))
 
     @contextlib.contextmanager
-    def hello(self, address: str) -> Generator[None]:
-        """Count a hello of an address while it runs, and its failure. Raises Refused when it is closed."""
+    def handshake(self, address: str) -> Generator[None]:
+        """Count a handshake of an address while it runs, and its failure. Raises Refused when it is closed."""
         if self.closed(address):
-            raise Refused(f"{address} failed {FAILURES_MAX} times, and {SUSPECT_HELLOS_MAX} of its hellos run already")
+            raise Refused(
+                f"{address} failed {FAILURES_MAX} times, and {SUSPECT_HANDSHAKES_MAX} of its handshakes run already"
+            )
         with self._lock:
-            self._hellos[address] += 1
+            self._handshakes[address] += 1
         try:
             yield
         except Refused:
@@ -115,40 +117,44 @@ class Guard:
             raise
         finally:
             with self._lock:
-                self._hellos[address] -= 1
-                if not self._hellos[address]:
-                    del self._hellos[address]
+                self._handshakes[address] -= 1
+                if not self._handshakes[address]:
+                    del self._handshakes[address]
 
     def limit_s(self, address: str, timeout_s: float) -> float:
-        """Time for a hello of this address."""
-        return min(timeout_s, SUSPECT_HELLO_S) if self.suspects(address) else timeout_s
+        """Time for a handshake of this address."""
+        return min(timeout_s, SUSPECT_HANDSHAKE_S) if self.suspects(address) else timeout_s
 
 
-async def greet(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HELLO_S) -> Peer:
+async def client_handshake(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S) -> Peer:
     """Authenticate over a connected non-blocking socket as the side that connected. Raises Refused."""
-    return await _run(link, _greeting(key, purpose), timeout_s)
+    return await _run(link, _client_steps(key, purpose), timeout_s)
 
 
-async def admit(link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HELLO_S) -> Peer:
+async def server_handshake(
+    link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HANDSHAKE_S
+) -> Peer:
     """Authenticate over an accepted non-blocking socket. Raises Refused."""
     address = _address(link)
-    with guard.hello(address):
-        return await _run(link, _admission(key, purpose), guard.limit_s(address, timeout_s))
+    with guard.handshake(address):
+        return await _run(link, _server_steps(key, purpose), guard.limit_s(address, timeout_s))
 
 
-def greet_blocking(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HELLO_S) -> Peer:
-    """``greet`` over a blocking socket; its time limit is as before when it returns."""
-    return _run_blocking(link, _greeting(key, purpose), timeout_s)
+def client_handshake_blocking(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S) -> Peer:
+    """``client_handshake`` over a blocking socket; its time limit is as before when it returns."""
+    return _run_blocking(link, _client_steps(key, purpose), timeout_s)
 
 
-def admit_blocking(link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HELLO_S) -> Peer:
-    """``admit`` over a blocking socket; its time limit is as before when it returns."""
+def server_handshake_blocking(
+    link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HANDSHAKE_S
+) -> Peer:
+    """``server_handshake`` over a blocking socket; its time limit is as before when it returns."""
     address = _address(link)
-    with guard.hello(address):
-        return _run_blocking(link, _admission(key, purpose), guard.limit_s(address, timeout_s))
+    with guard.handshake(address):
+        return _run_blocking(link, _server_steps(key, purpose), guard.limit_s(address, timeout_s))
 
 
-def _greeting(key: bytes, purpose: str) -> _Steps:
+def _client_steps(key: bytes, purpose: str) -> _Steps:
     """Client: challenge in; challenge, identity and proof out; proof and identity in."""
     _check_key(key)
     _check_magic((yield len(_MAGIC)))
@@ -162,7 +168,7 @@ def _greeting(key: bytes, purpose: str) -> _Steps:
     return _decoded(answer, purpose)
 
 
-def _admission(key: bytes, purpose: str) -> _Steps:
+def _server_steps(key: bytes, purpose: str) -> _Steps:
     """Server: challenge out; challenge, identity and proof in; proof and identity out."""
     _check_key(key)
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -278,12 +284,12 @@ def _run_blocking(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
 
 def _some(data: bytes) -> bytes:
     if not data:
-        raise Refused("the other side closed the connection during the hello: another key, or its process ended")
+        raise Refused("the other side closed the connection during the handshake: another key, or its process ended")
     return data
 
 
 def _refusal(error: OSError | TimeoutError, timeout_s: float) -> Refused:
     if isinstance(error, Refused):
         return error
-    said = f"no hello within {timeout_s:g} s" if isinstance(error, TimeoutError) else f"{error}"
+    said = f"no handshake within {timeout_s:g} s" if isinstance(error, TimeoutError) else f"{error}"
     return Refused(said)

@@ -1,4 +1,4 @@
-"""The hello of a connection: both sides prove the key, and whoever fails is refused before anything else is read."""
+"""The handshake of a connection: both sides prove the key; who fails is refused before anything else is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rota.runtime import hello
-from rota.runtime.hello import Guard, Peer, Refused
+from rota.runtime import handshake
+from rota.runtime.handshake import Guard, Peer, Refused
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -41,12 +41,12 @@ def _both(
     return found[0], found[1]
 
 
-def _greet(key: bytes = KEY, purpose: str = "calls") -> Callable[[socket.socket], Peer]:
-    return lambda link: hello.greet_blocking(link, key, purpose, timeout_s=2)
+def _client(key: bytes = KEY, purpose: str = "calls") -> Callable[[socket.socket], Peer]:
+    return lambda link: handshake.client_handshake_blocking(link, key, purpose, timeout_s=2)
 
 
-def _admit(guard: Guard, key: bytes = KEY, purpose: str = "calls") -> Callable[[socket.socket], Peer]:
-    return lambda link: hello.admit_blocking(link, key, purpose, guard, timeout_s=2)
+def _server(guard: Guard, key: bytes = KEY, purpose: str = "calls") -> Callable[[socket.socket], Peer]:
+    return lambda link: handshake.server_handshake_blocking(link, key, purpose, guard, timeout_s=2)
 
 
 def _send(data: bytes) -> Callable[[socket.socket], object]:
@@ -60,7 +60,7 @@ def _send(data: bytes) -> Callable[[socket.socket], object]:
 
 
 def test_both_sides_learn_the_versions_of_the_other() -> None:
-    client, server = _both(_greet(), _admit(Guard()))
+    client, server = _both(_client(), _server(Guard()))
     assert isinstance(client, Peer) and client == server
     assert client.purpose == "calls" and not client.difference()
     assert Peer("calls", "2.7.18", client.rota).difference().startswith("Python 2.7.18 there and 3.")
@@ -74,34 +74,34 @@ def test_the_asynchronous_sides_agree_with_the_blocking_ones() -> None:
             other = asyncio.create_task(asyncio.to_thread(theirs, two))
             assert await ours(one) == await other
 
-    asyncio.run(over(lambda link: hello.greet(link, KEY, "calls"), _admit(Guard())))
-    asyncio.run(over(lambda link: hello.admit(link, KEY, "calls", Guard()), _greet()))
+    asyncio.run(over(lambda link: handshake.client_handshake(link, KEY, "calls"), _server(Guard())))
+    asyncio.run(over(lambda link: handshake.server_handshake(link, KEY, "calls", Guard()), _client()))
 
 
 @pytest.mark.parametrize(
     ("client", "said"),
     [
-        (_greet(OTHER), "another key"),
-        (_greet(purpose="files"), "asked for 'files'"),
+        (_client(OTHER), "another key"),
+        (_client(purpose="files"), "asked for 'files'"),
         (_send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 9), "not a Rota connection"),
         (_send(b"ROTA\0\0\0\7" + bytes(200)), "protocol 7 there and 1 here"),
-        (_send(hello._MAGIC + bytes(32) + b"\xff\xff" + bytes(600)), "identity of 65535 bytes"),
+        (_send(handshake._MAGIC + bytes(32) + b"\xff\xff" + bytes(600)), "identity of 65535 bytes"),
         (_send(b""), "closed the connection"),
     ],
 )
 def test_a_stranger_is_refused_by_name(client: Callable[[socket.socket], object], said: str) -> None:
-    _, server = _both(client, _admit(Guard()))
+    _, server = _both(client, _server(Guard()))
     assert isinstance(server, Refused) and said in str(server)
 
 
 def test_a_client_does_not_believe_a_server_without_the_key() -> None:
     def impostor(link: socket.socket) -> None:
-        link.sendall(hello._MAGIC + bytes(32))
-        answer = hello._encoded(hello._identity("calls"))
-        link.sendall(hello._ADMITTED + answer + hashlib.sha256(b"guess").digest())
+        link.sendall(handshake._MAGIC + bytes(32))
+        answer = handshake._encoded(handshake._identity("calls"))
+        link.sendall(handshake._ADMITTED + answer + hashlib.sha256(b"guess").digest())
         link.recv(4096)
 
-    client, _ = _both(_greet(), impostor)
+    client, _ = _both(_client(), impostor)
     assert isinstance(client, Refused) and "another key" in str(client)
 
 
@@ -116,68 +116,68 @@ def test_an_answer_cannot_be_replayed() -> None:
                 super().sendall(data, flags)
 
         with Recorded(fileno=link.detach()) as recorded:
-            return hello.greet_blocking(recorded, KEY, "calls")
+            return handshake.client_handshake_blocking(recorded, KEY, "calls")
 
-    client, _ = _both(overheard, _admit(Guard()))
+    client, _ = _both(overheard, _server(Guard()))
     assert isinstance(client, Peer)
-    _, server = _both(_send(b"".join(sent)), _admit(Guard()))
+    _, server = _both(_send(b"".join(sent)), _server(Guard()))
     assert isinstance(server, Refused) and "another key" in str(server)
 
 
 def test_a_silent_peer_is_refused_in_time() -> None:
     one, two = socket.socketpair()
-    with one, two, pytest.raises(Refused, match=r"no hello within 0\.05 s"):
-        hello.admit_blocking(one, KEY, "calls", Guard(), timeout_s=0.05)
+    with one, two, pytest.raises(Refused, match=r"no handshake within 0\.05 s"):
+        handshake.server_handshake_blocking(one, KEY, "calls", Guard(), timeout_s=0.05)
 
 
 def test_a_stale_process_that_redials_locks_out_nobody_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hello, "_address", lambda link: "10.0.0.9")
+    monkeypatch.setattr(handshake, "_address", lambda link: "10.0.0.9")
     guard = Guard()
-    for _ in range(3 * hello.FAILURES_MAX):
-        _, server = _both(_greet(OTHER), _admit(guard))
+    for _ in range(3 * handshake.FAILURES_MAX):
+        _, server = _both(_client(OTHER), _server(guard))
         assert isinstance(server, Refused)
     assert guard.suspects("10.0.0.9") and not guard.suspects("10.0.0.8")
-    client, server = _both(_greet(), _admit(guard))
+    client, server = _both(_client(), _server(guard))
     assert isinstance(client, Peer) and client == server
 
 
-def test_hellos_of_a_suspect_address_are_short_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshakes_of_a_suspect_address_are_short_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(hello.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: now_s[0])
     guard = Guard()
-    for _ in range(hello.FAILURES_MAX):
+    for _ in range(handshake.FAILURES_MAX):
         assert guard.limit_s("10.0.0.9", 5.0) == 5.0
         guard.failed("10.0.0.9")
-    assert guard.limit_s("10.0.0.9", 5.0) == hello.SUSPECT_HELLO_S and guard.limit_s("10.0.0.8", 5.0) == 5.0
+    assert guard.limit_s("10.0.0.9", 5.0) == handshake.SUSPECT_HANDSHAKE_S and guard.limit_s("10.0.0.8", 5.0) == 5.0
     with contextlib.ExitStack() as running:
-        for _ in range(hello.SUSPECT_HELLOS_MAX):
-            running.enter_context(guard.hello("10.0.0.9"))
+        for _ in range(handshake.SUSPECT_HANDSHAKES_MAX):
+            running.enter_context(guard.handshake("10.0.0.9"))
         assert guard.closed("10.0.0.9") and not guard.closed("10.0.0.8")
-        with pytest.raises(Refused, match="of its hellos run already"), guard.hello("10.0.0.9"):
+        with pytest.raises(Refused, match="of its handshakes run already"), guard.handshake("10.0.0.9"):
             pass
-    assert not guard.closed("10.0.0.9") and not guard._hellos
-    now_s[0] += hello.SUSPECT_S
+    assert not guard.closed("10.0.0.9") and not guard._handshakes
+    now_s[0] += handshake.SUSPECT_S
     assert not guard.suspects("10.0.0.9")
     guard.failed("10.0.0.9")
     assert not guard.suspects("10.0.0.9"), "a new count begins"
-    for at in range(hello.ADDRESSES_MAX + 10):
+    for at in range(handshake.ADDRESSES_MAX + 10):
         guard.failed(f"10.1.{at // 256}.{at % 256}")
-    assert len(guard._failures) <= hello.ADDRESSES_MAX
+    assert len(guard._failures) <= handshake.ADDRESSES_MAX
 
 
 def test_random_bytes_never_open_a_listener() -> None:
     rng = random.Random(7)
     for _ in range(200):
-        noise = rng.choice([b"", hello._MAGIC, hello._MAGIC + bytes(32)]) + rng.randbytes(rng.randrange(300))
+        noise = rng.choice([b"", handshake._MAGIC, handshake._MAGIC + bytes(32)]) + rng.randbytes(rng.randrange(300))
 
         def stranger(link: socket.socket, noise: bytes = noise) -> None:
             link.sendall(noise)
 
-        _, server = _both(stranger, _admit(Guard()))
+        _, server = _both(stranger, _server(Guard()))
         assert isinstance(server, Refused)
 
 
 def test_a_short_key_is_refused() -> None:
     one, two = socket.socketpair()
     with one, two, pytest.raises(ValueError, match="a key of 3 bytes"):
-        hello.greet_blocking(one, b"abc", "calls")
+        handshake.client_handshake_blocking(one, b"abc", "calls")

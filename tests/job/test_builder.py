@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 import rota
 from rota.job.builder import Group
 from rota.job.inspect import import_target
 from rota.job.workload import FLOW
+from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import read_job
 from rota.spec.check import check
 from rota.spec.errors import BadInput, JobFileError
@@ -227,3 +230,32 @@ def test_a_role_knows_its_operations() -> None:
     assert str(role.update) == "actor.update"
     with pytest.raises(AttributeError, match="actor has no operation 'updte'; it has update"):
         _ = role.updte
+
+
+class Learner(rota.Workload):
+    def __init__(self, lr: float, layers: Sequence[int] = ()) -> None:
+        self.lr, self.layers = lr, layers
+
+    @rota.op
+    def work(self) -> None: ...
+
+
+def test_arguments_of_a_constructor_are_those_of_the_job_file() -> None:
+    job = rota.Job("learns")
+    job.role("learner", Learner, args={"lr": 1e-4, "layers": (1, 2)})
+    (role,) = job.spec().roles
+    text = (
+        f"name: learns\nroles:\n  learner:\n    workload: {__name__}:Learner\n    args: {{lr: 1e-4, layers: [1, 2]}}\n"
+    )
+    (read,) = read_job(text, filename="job.yaml").roles
+    assert role.args == read.args == {"lr": 1e-4, "layers": [1, 2]}
+    assert JobSpec.from_json(job.spec().to_json()) == job.spec()
+    again = read_job(job_text(job.spec()), filename="job.yaml")
+    assert again.roles[0].args == role.args
+
+
+def test_an_argument_that_the_constructor_or_json_does_not_take_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(BadInput, match="has no argument 'rl'"):
+        rota.Job("learns").role("learner", Learner, args={"lr": 1.0, "rl": 1})
+    with pytest.raises(BadInput, match="role 'learner': args are sent as JSON"):
+        rota.Job("learns").role("learner", Learner, args={"lr": object()})

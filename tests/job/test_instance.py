@@ -303,6 +303,34 @@ def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_
     asyncio.run(main())
 
 
+class Given(Workload):
+    def __init__(self, lr: float, *, layers: list[int]) -> None:
+        self.given = [lr, layers]
+
+    @op
+    def read(self) -> list[object]:
+        return self.given
+
+
+def test_an_object_is_made_with_the_arguments_of_its_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    args = {"lr": 1e-4, "layers": [1, 2]}
+    role = replace(service("w", 1), workload=f"{__name__}:Given", args=args, interface=interface_of(Given, args))
+    place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
+    instance = Instance(
+        place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[]
+    )
+
+    async def main() -> object:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
+        found = await instance.call(["a", "read", 1, 4, {}, False])
+        await asyncio.to_thread(instance._control.close)
+        return found
+
+    assert asyncio.run(main()) == [1e-4, [1, 2]]
+
+
 def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

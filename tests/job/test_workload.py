@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -87,11 +88,11 @@ def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
         op(send=rota.Shard)(lambda self, item: None)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def inspected(folder: Path, workloads: dict[str, str]) -> dict[str, Any]:
+def inspected(folder: Path, workloads: dict[str, str], **args: dict[str, Any]) -> dict[str, Any]:
     """What a child that imports the workloads prints."""
     shown = subprocess.run(
         [sys.executable, "-m", "rota.job.inspect"],
-        input=json.dumps({"workdir": str(folder), "workloads": workloads}),
+        input=json.dumps({"workdir": str(folder), "workloads": workloads, "args": args}),
         capture_output=True,
         text=True,
         timeout=180,
@@ -132,7 +133,7 @@ MISTAKES = {
     "loop that yields": ("async def X(f):\n    yield 1\n", ["function 'X' is a generator"]),
     "constructor": (
         f"class X(Workload):\n    def __init__(self, size, *, lr, seed=0): ...\n{OP}",
-        ["X.__init__ needs 'size', 'lr'", "without arguments", "give each a default, or read it in setup(self, ctx)"],
+        ["X.__init__ needs 'size', 'lr'", "args: {size: ...}, or give it a default"],
     ),
     "abstract": (
         f"class X(Workload, abc.ABC):\n    @abc.abstractmethod\n    def score(self): ...\n{OP}",
@@ -194,3 +195,79 @@ def test_dir_lists_what_exists_and_a_wrong_name_is_an_attribute_error() -> None:
     assert {"Workload", "op", "Job", "spmd", "Res", "Fail", "Bound", "Shard", "Each"} <= set(dir(rota))
     with pytest.raises(AttributeError, match="no attribute 'Worklaod'"):
         _ = rota.Worklaod
+
+
+class Learner(rota.Workload):
+    def __init__(
+        self,
+        lr: float,
+        *,
+        depth: int | None = None,
+        mode: Literal["sgd", "adam"] = "sgd",
+        shape: tuple[int, float] = (1, 1.0),
+        names: Sequence[str] = (),
+        table: dict[str, float] | None = None,
+        nested: bool = False,
+        other: rota.Workload | None = None,
+    ) -> None: ...
+
+    @rota.op
+    def work(self) -> None: ...
+
+
+GOOD: tuple[dict[str, Any], ...] = (
+    {"lr": 1},
+    {"lr": 1e-4, "depth": None, "mode": "adam", "shape": [2, 0.5], "names": ["a"], "table": {"a": 1}, "nested": True},
+    {"lr": 0.5, "other": "anything: no JSON value is one"},
+)
+
+
+@pytest.mark.parametrize("args", GOOD)
+def test_arguments_that_fit_the_constructor_are_taken(args: dict[str, Any]) -> None:
+    assert interface_of(Learner, args).kind == "class"
+
+
+@pytest.mark.parametrize(
+    ("args", "argument", "said"),
+    [
+        ({}, "", "Learner.__init__ needs 'lr'"),
+        ({"lr": 1.0, "dept": 2}, "dept", "did you mean 'depth'"),
+        ({"lr": "1e-4"}, "lr", "lr is '1e-4', and its type is float"),
+        ({"lr": True}, "lr", "lr is True, and its type is float"),
+        ({"lr": 1.0, "depth": 2.5}, "depth", "its type is int | None"),
+        ({"lr": 1.0, "mode": "rms"}, "mode", "mode is 'rms'"),
+        ({"lr": 1.0, "shape": [1]}, "shape", "shape is [1]"),
+        ({"lr": 1.0, "shape": [1.5, 1.0]}, "shape", "shape is [1.5, 1.0]"),
+        ({"lr": 1.0, "names": "abc"}, "names", "names is 'abc'"),
+        ({"lr": 1.0, "table": {"a": "b"}}, "table", "table is {'a': 'b'}"),
+        ({"lr": 1.0, "nested": 1}, "nested", "nested is 1"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused_by_name(args: dict[str, Any], argument: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        interface_of(Learner, args)
+    assert said in str(caught.value) and caught.value.fields["argument"] == argument
+
+
+def test_only_a_constructor_has_arguments_and_one_with_keywords_takes_any() -> None:
+    class Free(rota.Workload):
+        def __init__(self, **more: object) -> None: ...
+
+        @rota.op
+        def work(self) -> None: ...
+
+    assert interface_of(Free, {"anything": [1]}).kind == "class"
+
+    def once() -> None: ...
+
+    with pytest.raises(BadInput, match="once is a function, and args are for the constructor of a class"):
+        interface_of(once, {"lr": 1})
+
+
+def test_an_inspection_names_the_argument_that_is_wrong(tmp_path: Path) -> None:
+    text = f"{HEAD}class X(Workload):\n    def __init__(self, lr: float): ...\n{OP}"
+    (tmp_path / "learns.py").write_text(text)
+    workloads = {"good": "learns:X", "bad": "learns:X", "none": "learns:X"}
+    found = inspected(tmp_path, workloads, good={"lr": 1e-4}, bad={"lr": "x"})
+    assert found["good"]["interface"]["kind"] == "class"
+    assert {key: found[key]["argument"] for key in ("bad", "none")} == {"bad": "lr", "none": ""}

@@ -9,7 +9,9 @@ import pytest
 from tests.makers import command, spec
 
 from rota.service.cli import app
-from rota.service.control.submission import Refused, inspect_workloads
+from rota.service.control.submission import Refused, Submission, inspect_workloads, with_interfaces
+from rota.service.jobfile.reader import read_job
+from rota.spec.errors import JobFileError
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, JobSpec, RoleSpec
 from rota.spec.reasons import Reason
@@ -59,3 +61,48 @@ def test_check_tells_what_only_workloads_and_graph_show_at_its_place(
 def test_a_sound_job_of_commands_passes_without_a_child():
     job = spec(command("a", 2))
     assert isinstance(asyncio.run(inspect_workloads(job, "")), JobSpec)
+
+
+ARGS = """name: learns
+roles:
+  learner:
+    workload: learns:Learner
+    args: {lr: 1e-4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sets", "loc", "line", "said"),
+    [
+        (("roles.learner.args.dept=2",), "roles.learner.args.dept", 0, "did you mean 'depth'"),
+        (("roles.learner.args.lr=fast",), "roles.learner.args.lr", 0, "lr is 'fast', and its type is float"),
+        ((), "", 0, ""),
+        (("roles.learner.args={}",), "roles.learner.args", 0, "needs 'lr'"),
+    ],
+)
+def test_arguments_are_held_against_the_constructor_before_devices_are_taken(
+    tmp_path: Path, sets: tuple[str, ...], loc: str, line: int, said: str
+) -> None:
+    (tmp_path / "learns.py").write_text(
+        "from rota import Workload, op\nclass Learner(Workload):\n"
+        "    def __init__(self, lr: float, depth: int = 1): ...\n    @op\n    def work(self): ...\n"
+    )
+    given = Submission(source=ARGS, filename=str(tmp_path / "job.yaml"), sets=sets)
+    spec = read_job(ARGS, filename=given.filename, sets=sets)
+    if not loc:
+        found = asyncio.run(with_interfaces(spec, given))
+        assert found.roles[0].interface is not None and found.roles[0].args == {"lr": 1e-4}
+        return
+    with pytest.raises(JobFileError) as caught:
+        asyncio.run(with_interfaces(spec, given))
+    (problem,) = caught.value.problems
+    assert problem.loc == loc and said in problem.message and "--set" in problem.file
+    assert caught.value.hint == "", "the module itself is sound"
+
+
+def test_only_a_workload_has_arguments() -> None:
+    text = "name: a\nroles:\n  main:\n    run: [echo]\n    args: {lr: 1, 'a b': 2}\n"
+    with pytest.raises(JobFileError) as caught:
+        read_job(text, filename="job.yaml")
+    places = [(one.loc, one.line, one.code) for one in caught.value.problems]
+    assert places == [("roles.main.args", 5, "CONTRADICTION"), ("roles.main.args.a b", 5, "BAD_NAME")]

@@ -54,6 +54,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.seed": ("job/instance/runners.py", "config.spec.seed"),
     "RoleSpec.name": ("job/rpc/client.py", "role.name"),
     "RoleSpec.workload": ("job/instance/runners.py", "self._config.role.workload"),
+    "RoleSpec.args": ("job/instance/operations.py", "config.role.args"),
     "RoleSpec.run": ("job/core/check.py", "role.run"),
     "RoleSpec.shell": ("job/instance/spmd.py", "role.shell"),
     "RoleSpec.setup": ("job/instance/spmd.py", "config.role.setup"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 from rota.job.inspect import not_while_imported
 from rota.job.workload import FLOW, F, interface_of
 from rota.spec import job as model
+from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.ids import NAME_PATTERN, RoleName
 from rota.spec.resources import Limits as SpecLimits
@@ -137,6 +139,15 @@ class Role:
         return Port(self.spec.name, op, self._rank)
 
 
+def _json_of(role: str, args: Mapping[str, object]) -> JsonObject:
+    """The arguments as a job file would have them. Raises BadInput for a value that JSON does not have."""
+    try:
+        return json.loads(json.dumps(dict(args), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        hint = "give numbers, texts, lists and mappings, and make the rest in the constructor"
+        raise BadInput(f"role {role!r}: args are sent as JSON: {error}", hint=hint) from None
+
+
 class Group:
     """Parts of one role under a common name: ``Group(job, "rollout").role("decode", ...)`` is ``rollout.decode``."""
 
@@ -174,6 +185,7 @@ class Job:
         name: str,
         workload: object = None,
         *,
+        args: Mapping[str, object] | None = None,
         run: str | Sequence[str] | None = None,
         n: Replicas | None = None,
         mesh: Mapping[str, int | str] | None = None,
@@ -186,22 +198,25 @@ class Job:
     ) -> Role:
         """Declare a role of a class, function or import path, or of a command (``run``).
 
-        ``n`` is the number of instances or (min, max); ``mesh`` gives it by its product, but for the one axis of size
-        ``"*"``, which changes with it. ``share`` is a device lease with another role, ``apart`` other devices than
-        those of another role. Raises BadInput for a contradiction.
+        ``args`` are those of the constructor of the class, values of JSON by name. ``n`` is the number of instances or
+        (min, max); ``mesh`` gives it by its product, but for the one axis of size ``"*"``, which changes with it.
+        ``share`` is a device lease with another role, ``apart`` other devices than those of another role. Raises
+        BadInput for a contradiction.
         """
         if any(each.name == name for each in self._spec.roles):
             raise BadInput(f"role {name!r} is declared twice")
         if share is not None and n is None and not mesh:  # as many as the devices they take turns on
             n = (share.spec.replicas_min, share.spec.replicas_max)
         least, most, sizes, elastic = _sizes(name, n, mesh or {})
-        path, interface = self._workload(workload)
+        values = _json_of(name, args or {})
+        path, interface = self._workload(workload, values)
         if (path is None) is (run is None):
             raise BadInput(f"role {name!r}: give exactly one of workload and run")
         near = (model.Near(role=share.name, share="lease"),) if share is not None else ()
         spec = model.RoleSpec(
             name=RoleName(name),
             workload=path,
+            args=values,
             run=(run,) if isinstance(run, str) else (tuple(run) if run is not None else None),
             shell=isinstance(run, str),
             replicas_min=least,
@@ -290,12 +305,12 @@ class Job:
         self._spec = replace(self._spec, streams=(*self._spec.streams, stream))
         return StreamName(stream.name)
 
-    def _workload(self, workload: object) -> tuple[str | None, model.Interface | None]:
+    def _workload(self, workload: object, args: JsonObject) -> tuple[str | None, model.Interface | None]:
         if workload is None or isinstance(workload, str):
             return workload, None
         if not callable(workload):
             raise BadInput(f"{workload!r} is not a class, function or import path")
-        return self._path_of(workload, {}), interface_of(workload)
+        return self._path_of(workload, {}), interface_of(workload, args)
 
     def _path_of(self, target: object, names: Mapping[str, Any]) -> str:
         """Import path of ``target``; the folder of its file becomes the job's workdir if it has none.

@@ -1,6 +1,6 @@
 """Inspection of workloads: ``python -m rota.job.inspect`` prints what those of a job declare, as one JSON object.
 
-Standard input: ``{"workdir": "...", "workloads": {role: "module:name"}}``. Standard output:
+Standard input: ``{"workdir": "...", "workloads": {role: "module:name"}, "args": {role: {...}}}``. Standard output:
 ``{role: {"interface": {...}}}`` or ``{role: {"error": text, "traceback": text}}``. Runs as a child process, because it
 imports user code; whatever that code prints goes to standard error.
 """
@@ -75,28 +75,35 @@ def use_workdir(workdir: str) -> None:
         sys.path.insert(0, workdir)
 
 
-def inspect_workload(path: str) -> Interface:
+def inspect_workload(path: str, args: JsonObject) -> Interface:
     """Import a workload and read its interface. Raises what ``import_target`` and ``interface_of`` raise."""
-    return interface_of(import_target(path))
+    return interface_of(import_target(path), args)
 
 
 class Inspection(TypedDict, total=False):
-    """What a workload declares, or the error of its import with the traceback."""
+    """What a workload declares, or the error of its import with the traceback.
+
+    ``argument`` is there when ``args`` of the role are wrong: the name of one, or empty.
+    """
 
     interface: JsonObject
     error: str
     traceback: str
+    argument: str
 
 
-def inspect_all(workloads: Mapping[str, str]) -> dict[str, Inspection]:
+def inspect_all(workloads: Mapping[str, str], args: Mapping[str, JsonObject]) -> dict[str, Inspection]:
     """The answer for every role, errors included."""
     found: dict[str, Inspection] = {}
     for role, path in workloads.items():
         with UserCode() as imported:
-            found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
+            found[role] = {"interface": codec.to_json_value(inspect_workload(path, args.get(role, {})))}
         if imported.failed:
-            text, trace = error_summary(imported.take())
+            error = imported.take()
+            text, trace = error_summary(error)
             found[role] = {"error": text, "traceback": trace}
+            if isinstance(error, BadInput) and "argument" in error.fields:
+                found[role]["argument"] = str(error.fields["argument"])
     return found
 
 
@@ -106,7 +113,7 @@ def main() -> None:
     use_workdir(request.get("workdir", ""))
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what the code prints, and whatever it starts
-        answer.write(json.dumps(inspect_all(request["workloads"])) + "\n")
+        answer.write(json.dumps(inspect_all(request["workloads"], request.get("args", {}))) + "\n")
 
 
 if __name__ == "__main__":

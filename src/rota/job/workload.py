@@ -21,10 +21,22 @@ An operation may be plain or async; its first argument is what is split, the oth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from rota.spec.dispatch import (
     Concat,
@@ -40,7 +52,7 @@ from rota.spec.dispatch import (
     StreamRule,
     rule_to_text,
 )
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, nearest
 from rota.spec.job import Interface
 from rota.spec.resources import parse_duration
 
@@ -60,7 +72,7 @@ ONE_RESULT = "return a list; for results as they finish declare send=Each, recv=
 
 
 class Workload:
-    """Base of what the instances of a role run. One object lives in each instance, made without arguments.
+    """Base of what the instances of a role run. One object lives in each instance, made with ``args`` of the role.
 
     ``setup`` runs once an epoch, before any operation, always in the same thread as the operations. When an instance
     is re-formed under a newer epoch, a fresh object is made and set up with ``ctx.restored``.
@@ -200,18 +212,21 @@ def marks_of(cls: type) -> Marks:
     return Marks(**found)
 
 
-def interface_of(target: object) -> Interface:
+def interface_of(target: object, args: Mapping[str, object] = MappingProxyType({})) -> Interface:
     """What an imported workload declares: a class with operations, the async loop, or a plain function.
 
-    Raises BadInput for anything else; for a class that cannot be made without arguments, has no ``setup`` or nothing to
-    call, uses a mark twice, or has a ``commit`` operation without ``@op.state``; for a method or function that takes
-    other arguments than it is given, or is a generator.
+    Raises BadInput for anything else; for a class that cannot be made with ``args`` (field ``argument``), has no
+    ``setup`` or nothing to call, uses a mark twice, or has a ``commit`` operation without ``@op.state``; for a method
+    or function that takes other arguments than it is given, or is a generator.
     """
     if inspect.isclass(target):
-        return _interface_of_class(target)
+        return _interface_of_class(target, args)
     if not callable(target):
         raise BadInput(f"{target!r} is not a class, async function or function")
     name, is_loop = getattr(target, "__name__", repr(target)), inspect.iscoroutinefunction(target)
+    if args:
+        text = f"{name} is a function, and args are for the constructor of a class"
+        raise BadInput(text, hint="read them in the function, for example from ctx.env", argument="")
     _refuse_generator(
         target, f"function {name!r}", "a function that holds 'yield' does not run; call commit() or log()"
     )
@@ -220,7 +235,7 @@ def interface_of(target: object) -> Interface:
     return Interface(kind="loop" if is_loop else "function")
 
 
-def _interface_of_class(cls: type) -> Interface:
+def _interface_of_class(cls: type, args: Mapping[str, object]) -> Interface:
     marks = marks_of(cls)
     found = (getattr(member, OP_MARK, None) for _, member in inspect.getmembers(cls, callable))
     ops = tuple(spec for spec in found if isinstance(spec, OpSpec))
@@ -231,6 +246,7 @@ def _interface_of_class(cls: type) -> Interface:
             hint="add a method marked @op.state that returns what update() changes",
         )
     _check_class(cls, marks, ops)
+    _check_constructor(cls, args)
     return Interface(
         kind="class",
         ops=ops,
@@ -245,12 +261,6 @@ def _check_class(cls: type, marks: Marks, ops: tuple[OpSpec, ...]) -> None:
     name = cls.__name__
     if abstract := sorted(getattr(cls, "__abstractmethods__", ())):
         raise BadInput(f"{name} is abstract: it lacks {', '.join(abstract)}", hint="add the missing methods")
-    needed = [one.name for one in _parameters(cls) if one.default is one.empty and one.kind not in _COLLECTS]
-    if needed:
-        raise BadInput(
-            f"{name}.__init__ needs {', '.join(map(repr, needed))}, but an instance makes its object without arguments",
-            hint="give each a default, or read it in setup(self, ctx), for example from ctx.env",
-        )
     if not hasattr(cls, "setup"):
         raise BadInput(f"{name} has no setup(self, ctx)", hint=f"derive it from rota.Workload: class {name}(Workload)")
     if not ops and marks.weights is None:
@@ -268,6 +278,58 @@ def _check_class(cls: type, marks: Marks, ops: tuple[OpSpec, ...]) -> None:
             _check_takes(function, given if _is_bound(cls, method) else ("self", *given), f"{name}.{method}")
 
 
+def _check_constructor(cls: type, args: Mapping[str, object]) -> None:
+    """Raises BadInput with the ``argument`` that the constructor of a class lacks, does not know or does not take."""
+    name, known = f"{cls.__name__}.__init__", {one.name: one for one in _parameters(cls)}
+    needed = [one.name for one in known.values() if one.default is one.empty and one.kind not in _COLLECTS]
+    if missing := [one for one in needed if one not in args]:
+        text = f"{name} needs {', '.join(map(repr, missing))}, and args of the role have no such name"
+        hint = f"add it to the role, args: {{{missing[0]}: ...}}, or give it a default"
+        raise BadInput(text, hint=hint, argument="")
+    takes = [one.name for one in known.values() if one.kind in _BY_NAME]
+    free = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    hints = _hints_of(cls)
+    for key, value in args.items():
+        if key not in takes and not free:
+            raise BadInput(f"{name} has no argument {key!r}", hint=nearest(key, takes, "arguments"), argument=key)
+        if key in takes and not _fits(value, wanted := hints.get(key, Any)):
+            shown = inspect.formatannotation(wanted)
+            text = f"{name}: {key} is {value!r}, and its type is {shown}"
+            raise BadInput(text, hint="change the value, or the annotation", argument=key)
+
+
+def _hints_of(cls: type) -> Mapping[str, object]:
+    """Annotations of the constructor; none where a name in them is known to a type checker alone."""
+    try:
+        return get_type_hints(cls.__init__)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a JSON value fits an annotation. A class that JSON does not have takes any value."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if origin is Annotated:
+        return _fits(value, inner[0])
+    kind: Any = origin or wanted
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if kind in (bool, str, NoneType, None):
+        return value is None if kind in (NoneType, None) else isinstance(value, kind)
+    if kind in (dict, Mapping):
+        return isinstance(value, dict) and all(_fits(one, inner[-1]) for one in value.values() if inner)
+    if kind is tuple and inner and inner[-1] is not Ellipsis:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if kind in (list, tuple, Sequence):
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value if inner)
+    return True
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

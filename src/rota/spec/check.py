@@ -201,9 +201,20 @@ def _check_packages(path: Path, packages: Sequence[str]) -> Iterator[Finding]:
             yield Finding(path=(*path, index), message=message, hint=hint, code="BAD_VALUE")
 
 
+def _check_args(at: Path, role: RoleSpec) -> Iterator[Finding]:
+    if role.args and role.run is not None:
+        message = "a command has no constructor, and args are for the class of a workload"
+        yield Finding(path=at, message=message, hint="write them into run", code="CONTRADICTION")
+    for name in role.args:
+        if not name.isidentifier():
+            message = f"{name!r} cannot name an argument"
+            yield Finding(path=(*at, name), message=message, hint="write it as in the code", code="BAD_NAME")
+
+
 def _check_role(role: RoleSpec) -> Iterator[Finding]:
     at: Path = ("roles", role.name)
     yield from _check_workload(at, role)
+    yield from _check_args((*at, "args"), role)
     yield from _check_env((*at, "env"), role.env)
     yield from _check_packages((*at, "packages"), role.packages)
     for index, name in enumerate(role.ports):

@@ -163,6 +163,8 @@ class RoleSpec:
 
     name: RoleName
     workload: str | None = None
+    args: JsonObject = field(default_factory=JsonObject, hash=False)
+    """Arguments of the constructor of the class that ``workload`` is, by name."""
     run: tuple[str, ...] | None = None
     shell: bool = False
     """``run`` was one text: it goes through ``/bin/sh -c`` unless it is a torchrun line."""

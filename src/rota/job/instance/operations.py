@@ -231,7 +231,7 @@ class ClassRunner:
             )
         edges = [edge for edge in config.spec.weights if edge.target == config.id.role]
         replicas = Replicas(edges, config.clock)
-        formed = _Formed(setup.epoch, marks, plane, await config.user.do(cls), replicas)
+        formed = _Formed(setup.epoch, marks, plane, await config.user.do(partial(cls, **config.role.args)), replicas)
         formed.first = setup.index == 0
         await self._in_user(formed.object.setup, ctx)
         if setup.restore > 0 and formed.first:

@@ -243,7 +243,8 @@ async def _inspect_with(python: str, spec: JobSpec, workdir: str, wanted: Mappin
         env=env,
         limit=OUTPUT_BYTES_MAX,
     )
-    request = json.dumps({"workdir": workdir, "workloads": wanted}).encode()
+    args = {role: spec.role(role).args for role in wanted}
+    request = json.dumps({"workdir": workdir, "workloads": wanted, "args": args}).encode()
     try:
         out, err = await asyncio.wait_for(child.communicate(request), INSPECT_TIMEOUT_S)
     except TimeoutError:
@@ -265,6 +266,13 @@ def _unread(wanted: Mapping[RoleName, str], text: str, output: str = "") -> Refu
     return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)
 
 
+def _place_of(role: str, answer: JsonObject) -> check.Path:
+    """The field that is wrong: an argument of the constructor, or the workload."""
+    if "argument" not in answer:
+        return "roles", role, "workload"
+    return ("roles", role, "args", answer["argument"]) if answer["argument"] else ("roles", role, "args")
+
+
 def _fault(path: check.Path, text: str) -> Finding:
     return Finding(path=path, message=text, code=str(Reason.IMPORT_ERROR))
 
@@ -272,9 +280,10 @@ def _fault(path: check.Path, text: str) -> Finding:
 def _completed(spec: JobSpec, found: dict[str, JsonObject]) -> JobSpec | Refused:
     bad = {role: answer for role, answer in found.items() if "error" in answer}
     if bad:
+        arguments = all("argument" in answer for answer in bad.values())
         return Refused(
-            reason=Reason.IMPORT_ERROR,
-            faults=tuple(_fault(("roles", role, "workload"), answer["error"]) for role, answer in bad.items()),
+            reason=Reason.INVALID if arguments else Reason.IMPORT_ERROR,
+            faults=tuple(_fault(_place_of(role, answer), answer["error"]) for role, answer in bad.items()),
             role=next(iter(bad)),
             traceback="\n".join(dict.fromkeys(text for one in bad.values() if (text := one.get("traceback", "")))),
         )

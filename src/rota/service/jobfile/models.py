@@ -24,6 +24,7 @@ from rota.service.jobfile.validation import (
     Part,
     Several,
     Text,
+    Value,
     Values,
     duration,
     optional,
@@ -254,6 +255,9 @@ class RolePart(Part):
     makes = RoleSpec
     workload: Annotated[str, Text("an import path such as module:Class")] = optional(
         "`module:Class` or `module:function`"
+    )
+    args: Annotated[dict[str, Annotated[Any, Value()]], Names("a mapping such as {lr: 1e-4}")] = optional(
+        "arguments of the constructor of the class, by name"
     )
     run: Annotated[tuple[Annotated[str, Text(literal=True)], ...], Several(single=True, kept=True)] = optional(
         "a command: a text goes through the shell, a list does not; a torchrun line becomes its ranks"

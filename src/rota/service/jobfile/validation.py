@@ -108,6 +108,26 @@ class Text(Kind[str]):
         return {"type": ["string", "number", "boolean"] if self.literal else "string"}
 
 
+class Value(Kind[Any]):
+    """Any value, as YAML 1.2 reads it: text, number, true or false, nothing, or a list or mapping of them."""
+
+    words = "any value"
+
+    def read(self, node: object) -> Any:
+        match node:
+            case MappingNode():
+                return {str(key): self.read(value) for key, value in node.items()}
+            case SequenceNode():
+                return [self.read(value) for value in node]
+            case ScalarNode():
+                return node.value
+            case _:
+                return node
+
+    def schema(self) -> JsonSchemaValue:
+        return {}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Number(Kind[float]):
     """A whole number (``whole``) or a number, between ``low`` and ``high``."""

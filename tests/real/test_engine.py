@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.real.nodes import add_node
 from tests.runtime.asking import ask_once
 
 from rota.runtime import process
@@ -224,6 +226,48 @@ def test_control_store_master_watcher_and_raylet_are_replaced_when_they_are_stop
         assert parts == ["control store", "master of job", "watcher of the engine", "raylet"]
 
     gateway(body)
+
+
+def test_a_node_whose_raylet_ends_while_it_starts_says_so_at_once_and_can_be_started_again(engine_home: Path) -> None:
+    start_engine(engine_home, SETTINGS)
+    files, other = EngineFiles(engine_home), EngineSettings(host="other", cpus=1)
+
+    def raylets() -> list[int]:
+        starter = files.run.find_alive(files.record_name(other.host))
+        children = process.children_of(starter.id.pid) if starter is not None else ()
+        return [pid for pid in children if "raylet/raylet" in process.command_line(pid)]
+
+    with ThreadPoolExecutor() as threads:
+        starting, deadline = threads.submit(add_node, engine_home, other, timeout_s=LIMIT_S), time.monotonic() + LIMIT_S
+        while not (found := raylets()):
+            assert not starting.done() and time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(found[0], signal.SIGKILL)
+        since = time.monotonic()
+        with pytest.raises(EngineUnavailable, match="the raylet ended with -9 before it was ready"):
+            starting.result()
+    assert time.monotonic() - since < 20.0
+    assert process.is_alive(add_node(engine_home, other, timeout_s=LIMIT_S).raylet)
+
+
+SLOW_AGENTS = """
+import time
+from pathlib import Path
+line = Path("/proc/self/cmdline").read_bytes()
+if b"dashboard/agent.py" in line or b"runtime_env/agent/main.py" in line:
+    time.sleep(20.0)
+"""
+
+
+def test_a_node_starts_though_its_agents_take_longer_than_ray_waits_for_them(
+    engine_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's raylet waits for 15 s for the ports that its agents choose, and aborts."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    head = start_engine(engine_home, SETTINGS)
+    assert process.is_alive(add_node(engine_home, EngineSettings(host="other", cpus=1), timeout_s=LIMIT_S).raylet)
+    assert head.storage == "rocksdb"
 
 
 def test_gateway_and_engine_of_a_home_that_was_removed_end(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ stream is ``out``, ``err`` or ``rota`` (what Rota itself says of the instance).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import io
 import os
@@ -107,6 +108,14 @@ def read_lines(log: Path | LogFile, offset: int, *, bytes_max: int = 4 * 2**20) 
     if not end and len(data) >= LINE_BYTES_MAX:
         end = len(data)  # one endless line: hand it out in pieces
     return list(_parse(log, data[:end], offset))
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not stamped, cut to 500 characters; empty when there is none."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
+    return ""
 
 
 def tail_lines(log: Path | LogFile, count: int) -> list[LogLine]:

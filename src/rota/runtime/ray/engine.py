@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from rota.runtime import process
 from rota.runtime.node import cores_allowed
+from rota.runtime.output import last_line
 from rota.runtime.probe import LOOK_S, HangWatch, calls_of, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.codec import JsonObject, JsonValue
@@ -208,6 +209,8 @@ def node_environment(state_folder: Path, settings: EngineSettings, engine: str) 
         # A killed instance takes the processes with it that it started.
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_enable_metrics_collection": "0",
+        # The raylet ends itself when its agents do not answer by then; a busy machine takes longer than Ray's 30 s.
+        "RAY_agent_register_timeout_ms": "120000",
         # Devices are chosen by the scheduler and set by the host of each instance.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -378,7 +381,7 @@ def start_node(
     )
     starter = process.identify(child.pid)
     try:
-        return _wait_ready(child, state_path, timeout_s)
+        return _wait_ready(child, state_path, files.log, timeout_s)
     except EngineUnavailable:
         if starter is not None:
             end_all(engine, settings.host, starter)
@@ -386,14 +389,14 @@ def start_node(
         raise
 
 
-def _wait_ready(child: subprocess.Popen[bytes], state_path: Path, timeout_s: float) -> EngineState:
+def _wait_ready(child: subprocess.Popen[bytes], state_path: Path, log: Path, timeout_s: float) -> EngineState:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         state = read_state(state_path)
         if state is not None:
             return state
         if child.poll() is not None:
-            raise EngineUnavailable(f"its starter ended with {child.returncode}")
+            raise EngineUnavailable(f"its starter ended with {child.returncode}: {last_line(log)}")
         time.sleep(_POLL_S)
     starter = process.identify(child.pid)
     calls = calls_of(starter) if starter is not None else ""

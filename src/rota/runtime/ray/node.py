@@ -8,16 +8,22 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TypedDict
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._raylet import (  # Ray's annotations of its extension leave these out
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,  # pyright: ignore[reportAttributeAccessIssue]
+    persist_port,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from rota.runtime import process
-from rota.runtime.ray.engine import HOST_LABEL, EngineState, Storage, write_state
+from rota.runtime.ray.engine import HOST_LABEL, EngineState, Storage, free_port, write_state
 from rota.spec.errors import EngineUnavailable
 
 _GCS_READY_S = 45.0
@@ -42,7 +48,30 @@ class NodePlan(TypedDict):
     labels: dict[str, str]
 
 
-class _Head(Node):
+class _Node(Node):
+    """A node whose raylet waits for no agent, and that ends at once when its raylet ends before it is ready.
+
+    A raylet waits for 15 s, which no setting changes, for each port that an agent is to choose itself, and then aborts:
+    on a machine with much to do the imports of an agent take longer. It takes ports that are given; that of the HTTP
+    server of the agent is the one without an option, and is read from the file that the agent would write.
+    """
+
+    def start_ray_processes(self) -> None:
+        port = self.dashboard_agent_listen_port
+        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+        super().start_ray_processes()
+        raylet = self.all_processes["raylet"][0].process
+        threading.Thread(target=_end_with, args=(raylet,), name="rota-raylet", daemon=True).start()
+
+
+def _end_with(raylet: subprocess.Popen[bytes]) -> None:
+    """End this process when the raylet does; ``exec``, when the node is ready, ends the thread."""
+    code = raylet.wait()
+    print(f"the raylet ended with {code} before it was ready", file=sys.stderr, flush=True)  # noqa: T201 - the log
+    os._exit(1)
+
+
+class _Head(_Node):
     """A head without Ray's dashboard server; it notices at once when its GCS cannot start."""
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
@@ -73,6 +102,7 @@ def start_node(plan: NodePlan) -> EngineState:
     """Start the processes of one node as the plan says. Raises EngineUnavailable, or what Ray raises."""
     address: str = plan["address"]
     head: bool = plan["head"]
+    agents = [free_port(plan["listen"]) for _ in range(4)]
     params = RayParams(
         num_cpus=int(plan["cpus"]),
         num_gpus=0,
@@ -87,8 +117,12 @@ def start_node(plan: NodePlan) -> EngineState:
         include_log_monitor=False,  # pyright: ignore[reportArgumentType] - Ray's annotation is wrong, it is a flag
         gcs_server_port=int(address.rpartition(":")[2]) if head else None,
         gcs_address=None if head else address,
+        metrics_agent_port=agents[0],
+        metrics_export_port=agents[1],
+        dashboard_agent_listen_port=agents[2],
+        runtime_env_agent_port=agents[3],
     )
-    node = _Head(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
+    node = (_Head if head else _Node)(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
     raylet = process.identify(node.all_processes["raylet"][0].process.pid)
     assert raylet is not None
     gcs = node.all_processes["gcs_server"][0].process if head else None

@@ -43,6 +43,7 @@ from rota.runtime.node import (
     local_node,
     machine_identity,
 )
+from rota.runtime.output import last_line
 from rota.runtime.process import RunFolder, Spawn
 from rota.runtime.ray.engine import EngineAccess, EngineSettings, find_joined, join_engine, stop_engine
 from rota.runtime.redis.server import find_or_start, find_running, registry_lock
@@ -352,7 +353,7 @@ def _wait_joined(files: MachineFiles, wanted: Membership) -> None:
     with Client(wanted.url, wanted.token, timeout_s=ASK_TIMEOUT_S) as client:
         while clock.monotonic_s() < until_s:
             if run.find_alive(AGENT) is None:
-                raise EngineUnavailable("the agent of this machine ended", hint=_last_line(files.log))
+                raise EngineUnavailable("the agent of this machine ended", hint=last_line(files.log))
             with contextlib.suppress(NotReachable, UnknownName, TimedOut):
                 state = client.machine(wanted.host)["state"]
             if state not in ("", "joining") and files.seen()["state"] == "joined":
@@ -362,15 +363,7 @@ def _wait_joined(files: MachineFiles, wanted: Membership) -> None:
     if seen["state"] == "joined":
         text = f"the engine runs here, and {wanted.url} does not see it within {JOIN_S:.0f} s"
         raise TimedOut(text, hint=f"can that machine reach this one at {wanted.address}? See the firewall between them")
-    raise TimedOut(f"{wanted.host} is not a node after {JOIN_S:.0f} s: {seen['text']}", hint=_last_line(files.log))
-
-
-def _last_line(log: Path) -> str:
-    """The last line that the agent wrote; its log goes with it."""
-    with contextlib.suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else ""
-    return ""
+    raise TimedOut(f"{wanted.host} is not a node after {JOIN_S:.0f} s: {seen['text']}", hint=last_line(files.log))
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------

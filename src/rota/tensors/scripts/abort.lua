@@ -1,5 +1,11 @@
--- abort client version: undo the caller's pending version; harmless when it is gone or was committed.
+-- abort client version...: undo pending versions of the caller; harmless for those that are gone or were committed. How many
+-- it undid.
 if stale() then return refuse('EPOCH') end
-if call('HEXISTS', P .. 'c:' .. ARGV[3] .. ':o', ARGV[4]) == 0 then return 0 end
-abort(ARGV[4])
-return 1
+local undone = 0
+for i = 4, #ARGV do
+  if call('HEXISTS', P .. 'c:' .. ARGV[3] .. ':o', ARGV[i]) == 1 then
+    abort(ARGV[i])
+    undone = undone + 1
+  end
+end
+return undone

@@ -62,6 +62,8 @@ class Site:
     def environ_of(self, machine: Machine) -> dict[str, str]:
         """What every process of the installation on a machine has in its environment."""
         ray = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
+        if not self.joined:  # a token in ~/.ray, which all machines see, would make the head alone ask for it
+            ray["RAY_AUTH_MODE"] = "disabled"
         return {"ROTA_HOME": self.home_of(machine), **ray}
 
     def home_of(self, machine: Machine) -> str:

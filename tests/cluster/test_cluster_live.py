@@ -24,6 +24,7 @@ from rota.cluster.policies.basic import Fit
 from rota.cluster.sim.forecast import Forecast
 from rota.cluster.sim.runs import replayed
 from rota.runtime.clock import SystemClock
+from rota.service.cli import app
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -419,7 +420,20 @@ def test_a_log_replays_to_the_decisions_that_are_in_it_and_another_policy_is_see
     assert next((one["job"], one["recorded"]["kind"]) for one in other["different"]) == ("low", "PreemptAsked")
 
 
-def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", [Reason.SERVICE_DOWN, Reason.NODE_REMOVED, Reason.PAUSED])
+def test_a_stop_that_the_service_asked_for_is_no_decision_of_a_replay(reason: Reason) -> None:
+    log = with_nodes("default")
+    log.submit("held", 2, 4)
+    log.decide(1.0)
+    log.add(PreemptAsked(reason=reason), "held", 2.0)
+    log.add(JobRequeued(attempt=1, reason=reason, counts=False), "held", 3.0)
+    log.decide(4.0)
+    found = replayed(log.records, get_profile("default"), requests_of)
+    admissions = 1 if reason is Reason.PAUSED else 2
+    assert (found["same"], found["decisions"], found["different"]) == (admissions, admissions, [])
+
+
+def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = lived_log("default")
     rows = [
         {"number": r.number, "job": r.job, "seq": r.seq, "at": r.at, "event": event_to_json(r.event)}
@@ -431,6 +445,13 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
     (tmp_path / "log.json").write_text(json.dumps({"records": rows}))
     found = sim_replay(tmp_path / "log.json", "default")
     assert found["different"][0]["number"] == moved["number"]
+    assert app.call(["sim", "run", "--log", str(tmp_path / "log.json"), "--profile", "default"]) == 1
+    assert "high: recorded JobAdmitted r0n1:0,1,2,3, here JobAdmitted r0n0:0,1,2,3" in capsys.readouterr().out
+    status = app.call(["sim", "run", "--log", str(tmp_path / "log.json"), "--profile", "fifo"])
+    assert (
+        status == 1
+        and "low: recorded PreemptAsked PREEMPTED_PRIORITY for high, here no decision" in capsys.readouterr().out
+    )
     (tmp_path / "log.json").write_text("[]")
     with pytest.raises(BadInput, match="not a recorded log"):
         sim_replay(tmp_path / "log.json", "default")

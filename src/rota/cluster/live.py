@@ -64,6 +64,8 @@ from rota.spec.resources import Health, Node, Res
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
+STOPS_OF_SERVICE = frozenset({Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED})
+"""Reasons of stops that a user or the service asks for, and the scheduler does not decide."""
 IDLE_WAIT_S_MAX = 1.0
 """Maximum time that work of another thread is held back; decisions are far shorter."""
 
@@ -254,7 +256,7 @@ class Scheduler:
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)
-                self._release(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED))
+                self._release(job, at, cools=reason not in STOPS_OF_SERVICE)
                 if known is not None and bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)

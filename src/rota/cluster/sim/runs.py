@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import TENANT_LABEL, InvariantBroken, State
-from rota.cluster.live import RequestsOf, Scheduler
+from rota.cluster.live import STOPS_OF_SERVICE, RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.fgd import POLICIES, WHOLE, Chooser, FreeNodeTable, Mix, TaskShape
 from rota.cluster.sim.report import (
@@ -475,7 +475,7 @@ def _decided(event: Event) -> bool:
         case JobAdmitted() | GangGranted() | GangWaits():
             return True
         case PreemptAsked(reason=reason):
-            return reason is not Reason.PAUSED
+            return reason not in STOPS_OF_SERVICE
         case JobEnded(reason=reason):
             return reason is Reason.DEPENDENCY_FAILED
         case JobWaits(reason=reason):

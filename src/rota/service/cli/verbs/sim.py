@@ -249,7 +249,18 @@ def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
         f"{doc['same']} of {counted(doc['decisions'], 'decision')} the same, in {counted(doc['records'], 'record')}"
     )
     for one in doc["different"]:
-        term.line(f"{one['number']} {one['job']}: {one['recorded']['kind']}, here {[e['kind'] for e in one['here']]}")
+        here = "; ".join(map(_decision_text, one["here"])) or "no decision"
+        term.line(f"{one['number']} {one['job']}: recorded {_decision_text(one['recorded'])}, here {here}")
+
+
+def _decision_text(event: Mapping[str, Any]) -> str:
+    """The kind of a decision with what two of one kind differ by: reason, gang, job for which it stops, places."""
+    words = [event["kind"], *(event.get(key) or "" for key in ("reason", "gang"))]
+    words.append(f"for {event['for_job']}" if event.get("for_job") else "")
+    gangs = event["placement"]["gangs"] if "placement" in event else [event] if "bundles" in event else []
+    bundles = [one for gang in gangs for one in gang["bundles"]]
+    places = [f"{one['node']}:{','.join(map(str, one['devices']))}".rstrip(":") for one in bundles]
+    return " ".join(filter(None, [*words, *places]))
 
 
 def _seconds(spread: Mapping[str, Any], name: str) -> str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster_live import Log, requests_of
+from test_cluster_live import Log, requests_of, with_nodes
 
 from rota.cluster.core.grants import row_of
 from rota.cluster.core.guarded import violations
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.sim.runs import replayed
+from rota.service.cli import app
+from rota.service.offline import sim_replay
+from rota.spec.errors import BadInput
 from rota.spec.events import (
     CheckpointSaved,
     Event,
@@ -31,6 +36,7 @@ from rota.spec.events import (
     PreemptAsked,
     QueuesChanged,
     StopAsked,
+    event_to_json,
 )
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
@@ -231,3 +237,63 @@ def test_a_gang_that_was_granted_after_the_loss_of_its_node_holds_nothing_and_is
     drawn.play("grown", 0, 0)
     ((_, again),) = drawn.log.decide(drawn.at)
     assert isinstance(again, GangGranted) and again.bundles[0].node != node
+
+
+def lived_log(profile: str) -> Log:
+    """A log of a service: three jobs, a preemption, a node out of order, one that waits."""
+    log = with_nodes(profile)
+    log.submit("low", 2, 3)
+    log.decide(1.0)
+    log.submit("high", 1, 4, at=2, priority=90)
+    log.decide(2.0)
+    log.add(JobRequeued(attempt=1, reason=Reason.PREEMPTED_PRIORITY, counts=False), "low", 4.0)
+    log.decide(4.1)
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.DRAINED), at=5.0)
+    log.submit("more", 1, 2, at=6)
+    log.decide(6.0)
+    return log
+
+
+def test_a_log_replays_to_the_decisions_that_are_in_it_and_another_policy_is_seen_to_differ() -> None:
+    records = lived_log("default").records
+    found = replayed(records, get_profile("default"), requests_of)
+    assert (found["same"], found["decisions"], found["different"]) == (6, 6, [])
+    other = replayed(records, get_profile("fifo"), requests_of)
+    assert next((one["job"], one["recorded"]["kind"]) for one in other["different"]) == ("low", "PreemptAsked")
+
+
+@pytest.mark.parametrize("reason", [Reason.SERVICE_DOWN, Reason.NODE_REMOVED, Reason.PAUSED])
+def test_a_stop_that_the_service_asked_for_is_no_decision_of_a_replay(reason: Reason) -> None:
+    log = with_nodes("default")
+    log.submit("held", 2, 4)
+    log.decide(1.0)
+    log.add(PreemptAsked(reason=reason), "held", 2.0)
+    log.add(JobRequeued(attempt=1, reason=reason, counts=False), "held", 3.0)
+    log.decide(4.0)
+    found = replayed(log.records, get_profile("default"), requests_of)
+    admissions = 1 if reason is Reason.PAUSED else 2
+    assert (found["same"], found["decisions"], found["different"]) == (admissions, admissions, [])
+
+
+def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = lived_log("default")
+    rows = [
+        {"number": r.number, "job": r.job, "seq": r.seq, "at": r.at, "event": event_to_json(r.event)}
+        for r in log.records
+    ]
+    moved = next(row for row in rows if row["event"]["kind"] == "JobAdmitted" and row["job"] == "high")
+    moved["event"]["placement"]["gangs"][0]["bundles"][0]["node"] = "r0n1"
+    assert moved["event"] != event_to_json(log.records[moved["number"] - 1].event)
+    (tmp_path / "log.json").write_text(json.dumps({"records": rows}))
+    found = sim_replay(tmp_path / "log.json", "default")
+    assert found["different"][0]["number"] == moved["number"]
+    assert app.call(["sim", "run", "--log", str(tmp_path / "log.json"), "--profile", "default"]) == 1
+    assert "high: recorded JobAdmitted r0n1:0,1,2,3, here JobAdmitted r0n0:0,1,2,3" in capsys.readouterr().out
+    status = app.call(["sim", "run", "--log", str(tmp_path / "log.json"), "--profile", "fifo"])
+    assert (
+        status == 1
+        and "low: recorded PreemptAsked PREEMPTED_PRIORITY for high, here no decision" in capsys.readouterr().out
+    )
+    (tmp_path / "log.json").write_text("[]")
+    with pytest.raises(BadInput, match="not a recorded log"):
+        sim_replay(tmp_path / "log.json", "default")

@@ -74,7 +74,7 @@ def test_a_job_whose_code_cannot_be_imported_is_not_said_to_have_no_failures() -
     doc = {"job": "bad-1", "state": "FAILED", "first": None, "end": end, "items": [], "open_losses": []}
     out, _ = printed(lambda term: inspect._failures(term, doc))
     assert out.splitlines() == [
-        "bad-1: FAILED before an instance started",
+        "bad-1: FAILED, no instance failed",
         "",
         "end: IMPORT_ERROR: no module named x",
     ]

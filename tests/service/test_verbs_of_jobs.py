@@ -214,3 +214,19 @@ def test_scale_waits_until_the_instances_are_ready_or_its_time_is_over(monkeypat
     seen[:] = [("FAILED", 4, 0)]
     with pytest.raises(Conflict, match="j-1 is FAILED"):
         jobs._scaled(client, "j-1", "train", 4, None)
+
+
+def test_many_are_stopped_only_with_a_yes(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        for name in ("one", "two"):
+            await ask("run", "-n", name, "--set", "labels.sweep=7", "--", "sleep", "9")
+        asked = await ask("stop", "-l", "sweep=7")
+        assert (asked.status, "stop 2 jobs (" in asked.err and "); add --yes" in asked.err) == (2, True)
+        assert (await ask("stop", "one-1", "--json")).document["items"][0]["done"] is True
+        done = await ask("stop", "-l", "sweep=7", "--yes", "--json")
+        assert {item["job"] for item in done.document["items"]} >= {"two-1"}
+        assert (await ask("stop", "none-1", "two-1")).status == 2
+        nobody = await ask("stop", "-l", "sweep=8", "--yes")
+        assert (nobody.status, "no live job has sweep=8" in nobody.err) == (2, True)
+
+    with_cli(tmp_path / "service", test)

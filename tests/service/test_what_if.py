@@ -93,7 +93,7 @@ def test_a_change_that_cannot_be_is_refused_as_at_submit(tmp_path: Path) -> None
             done = await ask("explain", "waits-1", "--what-if", change)
             assert (done.status, text in done.err) == (status, True), (change, done.err)
         running = await ask("explain", "runs-1", "--what-if", "priority=60")
-        assert (running.status, "rota run --from runs-1 --dry-run" in running.err) == (2, True)
+        assert (running.status, "rota run FILE --dry-run" in running.err) == (2, True)
         await service.submit(RUNS)
         await service.until("runs-2", JobState.QUEUED)
         several = await ask("explain", "runs-2", "--what-if", "gpus=1")

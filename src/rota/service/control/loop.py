@@ -208,7 +208,7 @@ class ServiceLoop:
         """One round; True when something was appended, so that the next round must follow at once."""
         # 1. read what anybody appended, and fold it
         moved = await self._read()
-        # 2. end what was stopped before it ever had a master
+        # 2. end what was stopped while it has no master and needs none to end
         wrote = await self._end_the_waiting()
         # 3. decide, when something changed or a time has come
         now = self.clock.wall_s()
@@ -282,7 +282,7 @@ class ServiceLoop:
     async def _end_the_waiting(self) -> bool:
         wrote = False
         for history in tuple(self.installation.live.values()):
-            if history.stop is not None and not history.attempts:
+            if history.stop is not None and history.holds_nothing:
                 reason = history.stop.reason
                 ended = JobEnded(state=final_state(reason), reason=reason, text=f"stopped by {history.stop.by}")
                 wrote = await self._append_if_current(history, ended) or wrote
@@ -293,7 +293,7 @@ class ServiceLoop:
     def _act(self, history: JobHistory) -> None:
         if history.state is JobState.SUBMITTED and history.stop is None:
             self._spawn(f"inspect/{history.id}", self._inspect(history))
-        elif history.attempts and (history.state.holds_devices or history.stop is not None):
+        elif not history.holds_nothing and (history.state.holds_devices or history.stop is not None):
             wanted = (history.attempts[-1].attempt, self.engine.generation)
             if self._mastered.get(history.id) != wanted:
                 self._spawn(f"master/{history.id}", self._ensure_master(history))

@@ -172,12 +172,13 @@ class JobHistory:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the present or last attempt runs, without the places that it left.
+        """Where the present attempt runs, or the last one of a job that ended, without the places that it left.
 
+        Empty between two attempts and while the output is uploaded: the job holds nothing then.
         A bundle counts while a member of it has its place there, or has not gone from there yet.
         """
         ctx = self.ctx
-        if ctx.uploads_since_s is not None and self.ended is None:
+        if self.ended is None and self.attempts and self.attempts[-1].ended_at is not None:
             return Placement(gangs=())
         if not self.attempts or ctx.placement is None or not ctx.gangs:
             return self.attempts[-1].placement if self.attempts else None
@@ -215,9 +216,18 @@ class JobHistory:
         """True when a master took the present attempt."""
         return bool(self.attempts) and self.master is not None and self.master_at >= self.attempts[-1].admitted_at
 
+    @property
+    def holds_nothing(self) -> bool:
+        """True before the first attempt, and between two of a job that keeps no tensors and uploads no output."""
+        if not self.attempts:
+            return True
+        between = self.attempts[-1].ended_at is not None
+        return between and not self.ctx.shares_tensors and self.spec.output_url is None
+
     def bundle_of(self, one: InstanceId) -> BundleGrant | None:
-        """Where the present or last attempt has put an instance."""
-        found = self.ctx.bound or (bindings(self.spec, self.placement) if self.placement else {})
+        """Where the present attempt, or the last one of a job that ended, has put an instance."""
+        there = self.placement
+        found = self.ctx.bound or (bindings(self.spec, there) if there is not None and there.gangs else {})
         return found[one][1] if one in found else None
 
     def gives_all_back(self, at: float, event: e.PreemptAsked) -> bool:

@@ -86,7 +86,9 @@ def phase(job: JobHistory) -> str:
         case JobState.STOPPING | JobState.PREEMPTING:
             left = sum(bool(one.now.terminating) for one in job.instances.values())
             stopping = f"{counted(left, 'process', 'processes')} yet to stop"
-            what = stopping if left else "its devices are being given back"
+            freed = bool(job.attempts) and job.attempts[-1].ended_at is not None
+            held = "state in memory is being freed" if freed else "devices are being given back"
+            what = stopping if left else f"its {held}"
             room_for = job.preempt.for_job if job.preempt is not None else ""
             return f"makes room for {room_for}: {what}" if room_for else what
         case JobState.RUNNING if job.commit is not None:

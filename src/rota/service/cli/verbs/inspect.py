@@ -158,7 +158,7 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
     if rows or not end:
         replace(FAILURES, empty=f"{doc['job']}: no failures").print(term, rows)
     else:
-        term.line(f"{doc['job']}: {doc['state']} before an instance started")
+        term.line(f"{doc['job']}: {doc['state']}, no instance failed")
     for one in doc.get("masters", ()):
         term.line(f"{clock_time(one['at'])}  {one['text']}: it was replaced, the job ran on")
     if first:

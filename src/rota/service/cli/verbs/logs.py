@@ -70,16 +70,16 @@ def logs(
             at = f"{clock_time(line['ts'])} " if timestamps else ""
             terminal.show_line(line, at + log_text(line, terminal, prefix=not no_prefix))
         if not shown:
-            terminal.note(_why_nothing(client.job(job), any(value not in ("", None) for value in filters.values())))
+            terminal.note(_why_nothing(client.job(job), any(client.logs(job, tail=1))))
         elif follow:
             _hint_failure(client, terminal, job)
     return 0
 
 
-def _why_nothing(document: Mapping[str, Any], filtered: bool) -> str:
+def _why_nothing(document: Mapping[str, Any], written: bool) -> str:
     """Why a job has no output, and where to look instead."""
     job, state = document["id"], JobState(document["state"])
-    if filtered and document["attempt"]:
+    if written:
         return f"{job}: no line passes these filters; rota logs {job} shows all"
     if state.terminal:
         see = "" if state is JobState.SUCCEEDED else f"; see: rota failures {job}"

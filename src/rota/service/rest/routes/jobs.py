@@ -351,7 +351,7 @@ async def what_if(on: ReadJob, body: WhatIfBody, note: Note) -> Sent[WhatIf]:
     app, job = on.app, on.job
     found = app.loop.scheduler.explain(job.id, app.clock.wall_s())
     if job.state is not JobState.QUEUED or found is None:
-        hint = f"what a new job would do: rota run --from {job.id} --dry-run --set PATH=VALUE"
+        hint = "what a new job would do: rota run FILE --dry-run --set PATH=VALUE"
         raise Conflict(f"{job.id} is {job.state.value}, it does not wait", hint=hint, state=job.state.value)
     if app.loop.undecided:
         raise Conflict(f"no job is started now: {app.loop.undecided}", hint="see: rota status")

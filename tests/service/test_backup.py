@@ -14,10 +14,13 @@ import pytest
 from standing import Standing, standing
 from tests import postgres
 
+from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.process import write_private
 from rota.runtime.secrets import Vault
 from rota.service.config import Settings, load_settings
 from rota.service.process.backup import back_up, restore
+from rota.service.process.daemon import as_before
 from rota.service.process.serve import only_one
 from rota.spec.errors import BadInput, Conflict, StoreCorrupt
 from rota.spec.states import JobState
@@ -71,6 +74,17 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
     assert {oct(one.stat().st_mode & 0o777) for one in (home / "secrets").rglob("")} == {"0o700"}
     with pytest.raises(Conflict, match="is not empty"):
         restore(new, out)
+
+
+def test_a_restored_installation_has_the_pretend_nodes_of_the_one_before(tmp_path: Path) -> None:
+    old, out = made(tmp_path)
+    write_private(Home.of(old.home).last_up, json.dumps({"pretend": "2x4x8", "port": 7711}))
+    out.unlink()
+    back_up(old, out)
+    new = load_settings({"home": str(tmp_path / "new")}, environ={})
+    assert restore(new, out)["pretend"] == "2x4x8"
+    again = as_before(new, Home.of(new.home))
+    assert (again.pretend, again.port) == ("2x4x8", new.port), "the address is that of the new home"
 
 
 def _home(root: Path):

@@ -12,9 +12,10 @@ from typing import IO, TypedDict
 
 from rota.runtime.environ import PRIVATE_FILE, Home
 from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.process import write_private
 from rota.service.config import Settings
 from rota.service.process.assembly import db_url
-from rota.service.process.daemon import find_service
+from rota.service.process.daemon import as_before, find_service
 from rota.spec.errors import BadInput, Conflict
 
 FORM = 1
@@ -38,13 +39,14 @@ class BackupDocument(TypedDict):
 
 
 class RestoreDocument(TypedDict):
-    """What ``restore`` laid down."""
+    """What ``restore`` laid down; ``pretend`` are the pretended nodes that the next ``up`` takes again."""
 
     kind: str
     file: str
     home: str
     records: int
     files: int
+    pretend: str
 
 
 def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> BackupDocument:
@@ -63,7 +65,8 @@ def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> BackupDocume
         told = _cursors(home)  # before the end of the log: a webhook may be sent twice, and never skips
         last = log.last_number()
         with tarfile.open(fileobj=_private(partial), mode="w:gz", compresslevel=3) as tar:
-            _add(tar, ABOUT, [json.dumps({"form": FORM, "records": last})])
+            about = {"form": FORM, "records": last, "pretend": as_before(settings, home).pretend}
+            _add(tar, ABOUT, [json.dumps(about)])
             _add(tar, EVENTS, (f"{json.dumps(row)}\n" for row in log.rows(last)))
             _add(tar, FENCES, [json.dumps(log.fences())])
             for name, number in told.items():
@@ -95,7 +98,7 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
     laid: list[Path] = []
     try:
         with tarfile.open(source) as tar:
-            records = _fill(tar, settings, home, laid, again)
+            records, pretend = _fill(tar, settings, home, laid, again)
     except BaseException as error:
         for path in laid:
             path.unlink(missing_ok=True)
@@ -109,11 +112,18 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
             raise BadInput(f"{source} cannot be restored into {home.root}: {error}") from error
         raise
     shutil.rmtree(home.restoring)
-    return {"kind": "Restore", "file": str(source), "home": str(home.root), "records": records, "files": len(laid)}
+    return {
+        "kind": "Restore",
+        "file": str(source),
+        "home": str(home.root),
+        "records": records,
+        "files": len(laid),
+        "pretend": pretend,
+    }
 
 
-def _fill(tar: tarfile.TarFile, settings: Settings, home: Home, laid: list[Path], again: bool) -> int:
-    """Unpack beside, put in place (``laid``), then fill the store; the number of records."""
+def _fill(tar: tarfile.TarFile, settings: Settings, home: Home, laid: list[Path], again: bool) -> tuple[int, str]:
+    """Unpack beside, put in place (``laid``), then fill the store; the number of records, and the pretended nodes."""
     about = json.load(_open(tar, ABOUT))
     if about.get("form") != FORM:
         raise BadInput(f"this back-up has form {about.get('form')}; this version knows {FORM}")
@@ -130,9 +140,12 @@ def _fill(tar: tarfile.TarFile, settings: Settings, home: Home, laid: list[Path]
                 for folder in reversed(place.parents):  # mkdir(parents=True) would leave those above open to all
                     (home.root / folder).mkdir(mode=0o700, exist_ok=True)
                 laid.append(path.replace(target))
-        return last or log.load(map(json.loads, _open(tar, EVENTS)), json.load(_open(tar, FENCES)))
+        records = last or log.load(map(json.loads, _open(tar, EVENTS)), json.load(_open(tar, FENCES)))
     finally:
         log.close()
+    if pretend := about.get("pretend", ""):
+        write_private(home.last_up, json.dumps({"pretend": pretend}))
+    return records, pretend
 
 
 def _private(path: Path) -> IO[bytes]:

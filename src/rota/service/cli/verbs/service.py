@@ -312,7 +312,8 @@ def restore(
     from rota.service.process.backup import restore as fill
 
     document = fill(flags.settings(db_url=db), source)
-    text = f"{document['home']}: {_kept(document)}; start it: rota up"
+    nodes = f" (with the pretend nodes {document['pretend']})" if document["pretend"] else ""
+    text = f"{document['home']}: {_kept(document)}; start it: rota up{nodes}"
     flags.terminal().show(document, lambda term: term.line(text))
     return 0
 

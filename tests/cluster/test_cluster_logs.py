@@ -15,7 +15,9 @@ from rota.cluster.core.grants import row_of
 from rota.cluster.core.guarded import violations
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
+from rota.cluster.sim.forecast import Forecast
 from rota.cluster.sim.runs import replayed
+from rota.runtime.clock import SystemClock
 from rota.service.cli import app
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
@@ -30,6 +32,7 @@ from rota.spec.events import (
     JobEnded,
     JobQueued,
     JobRequeued,
+    JobWaits,
     NodeJoined,
     NodeLost,
     NodeMarked,
@@ -273,6 +276,20 @@ def test_a_stop_that_the_service_asked_for_is_no_decision_of_a_replay(reason: Re
     found = replayed(log.records, get_profile("default"), requests_of)
     admissions = 1 if reason is Reason.PAUSED else 2
     assert (found["same"], found["decisions"], found["different"]) == (admissions, admissions, [])
+
+
+@pytest.mark.parametrize("event", [StopAsked(grace_s=20.0), PreemptAsked(reason=Reason.PAUSED)])
+def test_an_estimate_counts_on_what_a_stopped_job_gives_back_and_not_on_its_return(event: Event) -> None:
+    log = with_nodes("default")
+    log.submit("held", 2, 4, time_limit_s=3600.0)
+    log.decide(1.0)
+    log.submit("next", 2, 4, at=2.0, time_limit_s=3600.0)
+    log.decide(3.0)
+    log.add(event, "held", 100.0)
+    ((job, waits),) = log.decide(100.0)
+    assert (job, isinstance(waits, JobWaits) and waits.reason) == ("next", Reason.AWAITING_PREEMPTION)
+    found = Forecast(log.scheduler.state, log.scheduler.profile, 100.0).play(SystemClock()).of(JobId("next"))
+    assert found.p50 == 130.0
 
 
 def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

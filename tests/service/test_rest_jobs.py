@@ -198,6 +198,9 @@ def test_a_waiting_job_says_what_binds_it_and_what_would_let_it_start(tmp_path: 
             {"set": "roles.main.resources.gpus", "value": 1},
         ]
         assert job["id"] == "hello-3"
+        await service.http.post("/api/v1/jobs/hello-1:stop", json={"grace_s": 20})
+        held = (await service.get("/jobs/hello-3/explain"))["blocked_by"]
+        assert (held[0]["job"], held[0]["basis"], held[1]["basis"]) == ("hello-1", "stopping", "unknown")
 
     with_service(tmp_path, test)
 

@@ -221,7 +221,7 @@ class Scheduler:
                 self._happened(events.StopRequested(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
                 self._misplaced.pop(job, None)
-                self._happened(events.StopRequested(job=job), at)
+                self._happened(events.StopRequested(job=job, final=reason is Reason.PAUSED), at)
                 self._forget_waiting(job, known, at)
                 if reason is Reason.PAUSED:
                     self._happened(events.JobPaused(job=job, paused=True), at)
@@ -247,7 +247,7 @@ class Scheduler:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
                 self._misplaced.pop(job, None)
-                self._happened(events.StopRequested(job=job), at)
+                self._happened(events.StopRequested(job=job, final=True), at)
                 self._forget_waiting(job, known, at)
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case UploadStarted():  # as of a job that is paused: all is given back

@@ -72,7 +72,7 @@ class Reason(StrEnum):
     TOPOLOGY = _waits("Free devices are not close enough, or not far enough apart, for what the roles ask.")
     NODES_DRAINED = _waits("Nodes that it could use are being drained or are cordoned: they take no new work.")
     BAD_CELLS = _waits("Devices of this tenant are out of order.")
-    AWAITING_PREEMPTION = _waits("Devices are being given back by preempted jobs.")
+    AWAITING_PREEMPTION = _waits("Devices are being given back by jobs that are stopping.")
     RESERVED_FOR_OTHER = _waits("Free devices are reserved for a job ahead.")
     BEHIND_IN_ORDER = _waits("A job ahead in the order of the queue must start first.")
     NOT_BEFORE = _waits("The job asked not to begin before a later time.")

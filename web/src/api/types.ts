@@ -75,13 +75,13 @@ export interface BlastRadius {
   pauses: string[];
 }
 
-/** A job that holds devices, and when its time limit ends it. */
+/** A job that holds devices, and its latest end: by its time limit, or by its grace if it is stopping. */
 export interface Blocker {
   job: string;
   gpus: number;
   cpus: number;
   ends: string | null;
-  basis: "time_limit" | "unknown";
+  basis: "time_limit" | "stopping" | "unknown";
 }
 
 /** Devices of a node that one bundle of a gang has. */

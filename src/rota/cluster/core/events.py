@@ -54,9 +54,13 @@ class PairUndone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """A job was asked for all its devices, or for those of a part of it; it holds them until it lets go."""
+    """A job was asked for all its devices, or for those of a part of it; it holds them until it lets go.
+
+    ``final``: then it ends or is paused, and does not wait again.
+    """
 
     job: JobId
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +181,9 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.put(txn, replace(row, rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
-        case StopRequested(job=job) if row is not None and row.held:
+        case StopRequested(job=job, final=final) if row is not None and row.held:
             for one in state.whole(job):
-                state.put(txn, replace(state.jobs[one], phase="stopping"))
+                state.put(txn, replace(state.jobs[one], phase="stopping", final=final))
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
             served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s
             # A time that is over is none: else each of those that let go would wait in a line of its own.

@@ -335,6 +335,8 @@ class LiveJob:
 
     ask: JobAsk
     phase: Phase = "queued"
+    final: bool = False
+    """It stops for good: once it let go it has ended or is paused, and does not wait again."""
     held: Allocations = ()
     attempt: int = 0
     started_at: float = 0.0

@@ -414,7 +414,7 @@ class State:
         """Take back what a job holds, if anything; it is queued again with its old queue time, and with ``changes``."""
         row = self.jobs[job]
         self._give_back(txn, row)
-        self.put(txn, replace(row, ask=row.ask.having(None), phase="queued", held=(), **changes))
+        self.put(txn, replace(row, ask=row.ask.having(None), phase="queued", final=False, held=(), **changes))
 
     def _give_back(self, txn: Txn, row: LiveJob) -> None:
         if row.held:

@@ -305,8 +305,10 @@ class Simulation:
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
         self._without_parts(job)
-        back_at = self.now + self.profile.cool_down_s
+        back_at, final = self.now + self.profile.cool_down_s, self.state.jobs[job].final
         events.apply(self.state, events.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
+        if final:
+            events.apply(self.state, events.JobPaused(job=job, paused=True), self.now)
 
     def _account(self, run: JobRun) -> None:
         if run.first_work_s is None and self.now >= run.work_from_s:

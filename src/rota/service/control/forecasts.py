@@ -19,6 +19,8 @@ SOON_S = 1.0
 """How long after a change the next play begins by itself; what changes until then is in it too."""
 REST_FACTOR = 9.0
 """Pause after a play, as a multiple of its duration, where an answer is known: plays take a tenth of a core."""
+REST_S_MAX = 60.0
+"""Longest pause: on a busy machine a play takes long because it gives way, not because it works."""
 PATIENCE_S = 0.1
 """How long a newer answer is waited for when there is an older one to give."""
 NEW_S = 1.0
@@ -69,7 +71,7 @@ class Forecasts:
     def changed(self, _: Record | None = None) -> None:
         """Have a newer forecast played soon, unless one is due already."""
         if self._open and self._due is None:
-            rest_s = max(SOON_S, REST_FACTOR * self._took_s)
+            rest_s = max(SOON_S, self._rest_s())
             self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
 
     async def of(self, job: JobId) -> tuple[Estimate, float | None]:
@@ -97,6 +99,9 @@ class Forecasts:
     def _age_s(self) -> float:
         return self._clock.monotonic_s() - self._made_at
 
+    def _rest_s(self) -> float:
+        return min(REST_FACTOR * self._took_s, REST_S_MAX)
+
     def _rests(self) -> bool:
         return self._playing is None and self._clock.monotonic_s() < self._rests_until_s
 
@@ -122,7 +127,7 @@ class Forecasts:
             self._made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
             ended_s = self._clock.monotonic_s()
             self._made_of, self._made_at, self._took_s = made_of, at, ended_s - at
-            self._rests_until_s = ended_s + REST_FACTOR * self._took_s
+            self._rests_until_s = ended_s + self._rest_s()
             self.changed()  # what was due meanwhile found this play under way
         except _Closed:
             pass

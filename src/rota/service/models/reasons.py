@@ -62,13 +62,13 @@ class EstimateDocument(Closed):
 
 
 class Blocker(Closed):
-    """A job that holds devices, and when its time limit ends it."""
+    """A job that holds devices, and its latest end: by its time limit, or by its grace if it is stopping."""
 
     job: str
     gpus: float
     cpus: float
     ends: Moment | None
-    basis: Literal["time_limit", "unknown"]
+    basis: Literal["time_limit", "stopping", "unknown"]
 
 
 class PlacedOn(Closed):

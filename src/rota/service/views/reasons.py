@@ -145,7 +145,7 @@ def used_in(installation: Installation, queue: str) -> tuple[float, float]:
 
 
 def _blockers(job: JobHistory, installation: Installation) -> list[Blocker]:
-    """Jobs that hold devices now, the soonest to end by its time limit first."""
+    """Jobs that hold devices now, the soonest to end first: by its grace where it is stopping, or its time limit."""
     holding = (
         one for one in installation.live.values() if one.id != job.id and one.state.holds_devices and one.attempts
     )
@@ -156,15 +156,18 @@ def _blockers(job: JobHistory, installation: Installation) -> list[Blocker]:
             job=one.id,
             gpus=sum(bundle.res.gpus for bundle in placement.bundles),
             cpus=sum(bundle.res.cpus for bundle in placement.bundles),
-            ends=None if one.spec.time_limit_s is None else _ends(one),
-            basis="time_limit" if one.spec.time_limit_s is not None else "unknown",
+            ends=ends if ends < inf else None,
+            basis="stopping" if one.ctx.ending is not None else "time_limit" if ends < inf else "unknown",
         )
         for one in soonest
         if (placement := one.placement) is not None
+        for ends in [_ends(one)]
     ]
 
 
 def _ends(job: JobHistory) -> float:
+    if (ending := job.ctx.ending) is not None:
+        return job.since + ending.grace_s
     limit_s = job.spec.time_limit_s
     return inf if limit_s is None else job.attempts[-1].admitted_at + limit_s
 

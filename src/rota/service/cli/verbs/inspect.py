@@ -120,7 +120,7 @@ def estimate_text(estimate: EstimateDocument | DryRunEstimate | None) -> str:
 
 
 def _blocker(row: Mapping[str, Any]) -> str:
-    ends = f", ends {clock_time(row['ends'])}" if row.get("ends") else ""
+    ends = f", {'stopping, ' * (row['basis'] == 'stopping')}ends {clock_time(row['ends'])}" if row.get("ends") else ""
     return f"{row['job']}: {counted(row['gpus'], 'device')}, {counted(row.get('cpus') or 0, 'core')}{ends}"
 
 

@@ -121,7 +121,8 @@ def page_of_job_file() -> str:
         "",
         "YAML 1.2 or JSON, UTF-8, at most 1 MiB, one job a file. Unknown fields are errors. Durations need a unit",
         "(`90s 5m 8h 2d`), sizes too (`64GiB 512MB`). Only `true` and `false` are booleans. `rota run FILE --check`",
-        "reports every mistake at its line and column, those of the workloads too, which it imports.",
+        "reports every mistake of the file at its line and column, those of the workloads too, which it imports.",
+        "Its secrets and the jobs of `after` are looked up by `--dry-run` and at submit.",
         "`--set path=value` changes a field, for example `--set roles.trainer.replicas=4`.",
     ]
     for path, part in _parts("", JobPart):

@@ -686,13 +686,17 @@ def test_users_tokens_and_secrets_by_command_and_a_login_that_is_kept(
             assert (await asyncio.to_thread(rota, "secret", "set", "API_KEY")).out == "API_KEY: set\n"
             assert (await asyncio.to_thread(rota, "secret", "--json")).document["items"] == [{"name": "API_KEY"}]
             assert service.app.vault.open("ann", ["API_KEY"]) == {"API_KEY": "s3cret-value"}
+            more = await asyncio.to_thread(rota, "token", "create", "--role", "admin")
+            assert "it gives user of default: no token" in more.err, more.err
             refused = await asyncio.to_thread(rota, "user", "ls")
             assert refused.status == 2 and "this needs the role admin" in refused.err
             assert (await asyncio.to_thread(rota, "logout")).out == f"logged out of {url}\n"
             assert not kept.exists()
         rows = (await ask("audit", "--user", "ann", "--json")).document["items"]
-        assert [(one["method"], one["path"]) for one in rows] == [("PUT", "/api/v1/secrets/API_KEY")]
-        assert made["id"] in (await ask("token", "ls")).out
+        asked = [(one["method"], one["path"]) for one in reversed(rows)]
+        assert asked == [("PUT", "/api/v1/secrets/API_KEY"), ("POST", "/api/v1/tokens")]
+        listed = next(line for line in (await ask("token", "ls")).out.splitlines() if made["id"] in line)
+        assert "user of default" in listed
         assert (await ask("token", "rm", made["id"], "--json")).document["revoked"]
         assert (await ask("user", "create", "ann", "--queue", "default", "--role", "none", "--json")).status == 0
         assert "ann" not in (await ask("user", "ls")).out

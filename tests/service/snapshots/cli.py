@@ -239,7 +239,15 @@ JOINED = {
     "ended": [],
     "still_running": [],
 }
-KEPT = {"api": "rota/v1", "kind": "Backup", "file": "out.tgz", "home": "/srv/rota", "records": 9, "files": 2}
+KEPT = {
+    "api": "rota/v1",
+    "kind": "Backup",
+    "file": "out.tgz",
+    "home": "/srv/rota",
+    "records": 9,
+    "files": 2,
+    "pretend": "",
+}
 HARDWARE = {
     "api": "rota/v1",
     "kind": "PlanCalibration",

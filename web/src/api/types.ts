@@ -971,6 +971,7 @@ export interface TokenDocument {
   user: string;
   name: string;
   role: string;
+  grants: GrantedRole[];
   queue: string;
   made_at: string;
   made_by: string;
@@ -990,12 +991,13 @@ export interface TokenList {
   next: null;
 }
 
-/** A token, never its value. */
+/** A token, never its value; `role` is the highest of `grants`, what it lets its holder do now. */
 export interface TokenRow {
   id: string;
   user: string;
   name: string;
   role: string;
+  grants: GrantedRole[];
   queue: string;
   made_at: string;
   made_by: string;

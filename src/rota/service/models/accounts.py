@@ -40,12 +40,13 @@ class UserList(Headed):
 
 
 class TokenRow(Closed):
-    """A token, never its value."""
+    """A token, never its value; ``role`` is the highest of ``grants``, what it lets its holder do now."""
 
     id: str
     user: str
     name: str
     role: str
+    grants: list[GrantedRole]
     queue: str
     made_at: Moment
     made_by: str

@@ -56,11 +56,12 @@ def _one_or_many(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return document.get("items", [document])
 
 
+def _may(one: Mapping[str, Any]) -> str:
+    return ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]) or "nothing"
+
+
 USERS = Table(
-    columns={
-        "USER": "name",
-        "MAY": lambda one: ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]),
-    },
+    columns={"USER": "name", "MAY": _may},
     rows=_one_or_many,
 )
 
@@ -94,6 +95,8 @@ def token(
             made = client.accounts.make_token(user=user, name=name, role=role, queue=queue, ttl_s=ago_s(ttl))
             terminal.show(made, lambda term: term.line(made.get("token", "")))
             terminal.note(f"token {made['id']} of {made['user']}; it is not shown again")
+            if role and role != made["role"]:
+                terminal.note(f"it gives {_may(made)}: no token gives more than its user and the token in use have")
             return 0
         done = client.accounts.tokens() if action == "ls" else client.accounts.revoke_token(id_)
     terminal.show(done, lambda term: TOKENS(term, done))
@@ -114,8 +117,7 @@ TOKENS = Table(
         "ID": "id",
         "USER": "user",
         "NAME": "name",
-        "MAY": "role",
-        "QUEUE": lambda one: one["queue"] or "all",
+        "MAY": _may,
         "MADE": lambda one: clock_time(one["made_at"]),
         "ENDS": lambda one: "revoked" if one["revoked"] else clock_time(one["expires_at"]),
     },

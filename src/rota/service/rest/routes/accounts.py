@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
 from rota.service.models.accounts import (
     AuditList,
+    GrantedRole,
     SecretDocument,
     SecretList,
     TokenDocument,
@@ -275,7 +277,11 @@ def _valid(app: AppState) -> list[Token]:
 
 
 def _user(name: str, grants: dict[str, Role]) -> UserRow:
-    return {"name": name, "grants": [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]}
+    return {"name": name, "grants": _granted(grants.items())}
+
+
+def _granted(grants: Iterable[tuple[str, Role]]) -> list[GrantedRole]:
+    return [{"queue": queue, "role": role.word} for queue, role in sorted(grants)]
 
 
 def _webhook(made: WebhookSet) -> WebhookRow:
@@ -283,9 +289,14 @@ def _webhook(made: WebhookSet) -> WebhookRow:
 
 
 def _token(app: AppState, one: Token) -> TokenRow:
-    """A token with the highest role that it gives anywhere by now: never more than its user has."""
-    of_user = [role for _, role in app.auth.accounts.caller(one.made, by="token").grants]
-    role = max(of_user).word if of_user else "none"
+    """A token with what it gives by now, and the highest role of that: never more than its user has."""
+    grants = app.auth.accounts.caller(one.made, by="token").grants
     return document(
-        TokenRow, one.made, role=role, made_at=one.at, made_by=one.made.by, revoked=one.revoked_at is not None
+        TokenRow,
+        one.made,
+        role=max(role for _, role in grants).word if grants else "none",
+        grants=_granted(grants),
+        made_at=one.at,
+        made_by=one.made.by,
+        revoked=one.revoked_at is not None,
     )

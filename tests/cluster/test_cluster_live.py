@@ -411,6 +411,24 @@ def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_wor
     assert {job for job, event in log.decide(5.0) if isinstance(event, JobAdmitted)} == {"big", "cores"}
 
 
+def test_a_cordoned_node_binds_a_job_that_needs_all_nodes_though_others_hold_devices() -> None:
+    log = with_nodes("default")
+    log.submit("low", 1, 4, priority=10)
+    log.decide(1.0)
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.CORDONED), at=2.0)
+    log.submit("whole", 2, 4, at=3, priority=90, time_limit_s=600.0)
+    ((_, waits),) = log.decide(4.0)
+    assert isinstance(waits, JobWaits)
+    text = "Needs 8 GPUs; the nodes that take new work have 4: r0n1 is cordoned."
+    assert (waits.reason, waits.text, waits.fields["nodes"]) == (Reason.NODES_DRAINED, text, {"r0n1": "cordoned"})
+    scheduler = log.scheduler
+    assert Forecast(scheduler.state, scheduler.profile, 5.0).play(SystemClock()).of(JobId("whole")).p50 is None
+    found = scheduler.explain(JobId("whole"), 5.0)
+    assert found is not None
+    (offer,) = [one for one in found.would_start_now_with if one["change"].get("value") == "undrain"]
+    assert (offer["change"].get("set"), offer.get("victims")) == ("nodes.r0n1", ["low"])
+
+
 def test_jobs_on_a_drained_node_are_asked_once_by_when_to_leave_it_and_that_they_may_stay_when_it_is_used_again() -> (
     None
 ):

@@ -432,7 +432,10 @@ def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
 
 
 def too_few_free(state: State, shape: Shape) -> Wait | None:
-    """The verdict on a shape that asks more devices than are free in all; None if that many are."""
+    """The verdict on a shape that asks more devices than are free in all; None if that many are.
+
+    Where it asks more than the nodes in use have, those that are out of use bind, whoever else holds devices.
+    """
     fields = _gpu_fields(state, shape)
     free = fields["free_gpus"]
     if fields["asked_gpus"] <= free:
@@ -442,6 +445,10 @@ def too_few_free(state: State, shape: Shape) -> Wait | None:
     if free + bad >= fields["asked_gpus"]:
         how = "take no new work" if _all_drained(sick_nodes(state)) else "are out of order"
         return _out_of_use(state, f"{text}, {bad} {how}", {**fields, "bad_gpus": bad})
+    in_use, there = usable_milli(state, shape) / 1000, _present_milli(state, shape) / 1000
+    if in_use < fields["asked_gpus"] <= there:
+        text = f"Needs {counted(fields['asked_gpus'], 'GPU')}; the nodes that take new work have {in_use:g}"
+        return _out_of_use(state, text, {**fields, "bad_gpus": there - in_use})
     return Wait(reason=Reason.NO_FREE_DEVICES, text=f"{text}.", fields={**fields})
 
 
@@ -561,13 +568,28 @@ def _fits_now(state: State, ask: JobAsk, placer: Placer) -> bool:
 
 def _free_of_types(state: State, shape: Shape) -> int:
     """Free thousandths on usable nodes, of the asked types if every device slot names one."""
-    wanted = {row for slot in shape.slots if slot.gpus or slot.milli for row in state.type_rows(slot.type)}
-    if len(wanted) == len(state.types) and _all_well(state):
+    asked = _of_types(state, shape)
+    if asked.all() and _all_well(state):
         return int(state.dev_milli.sum())
-    able = (state.dev_health == 0) & state.usable[state.dev_node]
-    if len(wanted) < len(state.types):
-        able &= np.isin(state.dev_type, sorted(wanted))
-    return int(state.dev_milli[able].sum())
+    return int(state.dev_milli[asked & _in_service(state)].sum())
+
+
+def usable_milli(state: State, shape: Shape) -> int:
+    """Thousandths of the devices of the asked types that take new work, free or not."""
+    return 1000 * int((_of_types(state, shape) & _in_service(state)).sum())
+
+
+def _present_milli(state: State, shape: Shape) -> int:
+    return 1000 * int((_of_types(state, shape) & (state.node_health[state.dev_node] != LOST)).sum())
+
+
+def _of_types(state: State, shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    wanted = {row for slot in shape.slots if slot.gpus or slot.milli for row in state.type_rows(slot.type)}
+    return np.isin(state.dev_type, sorted(wanted))
+
+
+def _in_service(state: State) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return (state.dev_health == 0) & state.usable[state.dev_node]
 
 
 def _all_well(state: State) -> bool:

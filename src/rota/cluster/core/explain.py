@@ -262,10 +262,15 @@ def _by_node(state: State, profile: Profile, ask: JobAsk, now: float) -> list[St
     for node, health in list(sick_nodes(state).items())[:CHANGES_MAX]:
         with state.txn() as txn:
             state.mark(txn, NodeId(node), Health.HEALTHY)
-            starts = _tried(state, profile, ask, now)[0] is None
-        if starts:
-            change = RequestChange(set=f"nodes.{node}", value="undrain")
-            found.append({"change": change, "text": f"node {node} in use again; it is {health}", "cost": "none"})
+            wait, stopped = _tried(state, profile, ask, now)
+        if wait is None or stopped:
+            names = [str(one["job"]) for one in stopped]
+            offer = StartOffer(
+                change=RequestChange(set=f"nodes.{node}", value="undrain"),
+                text=f"node {node} in use again; it is {health}",
+                cost=f"preempts {', '.join(names)} first" if names else "none",
+            )
+            found.append({**offer, "victims": names} if names else offer)
     return found
 
 

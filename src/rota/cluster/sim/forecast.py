@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TypedDict
 
+from rota.cluster.core.admission import usable_milli
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.profile import Profile
@@ -250,6 +251,8 @@ def _beyond(run: Simulation, runs: Mapping[JobId, JobRun]) -> dict[JobId, float]
         one = runs.get(job)
         if one is None or one.first_start_s is not None or one.state != "QUEUED":
             continue
+        if usable_milli(run.state, one.job.ask.shape) < one.job.ask.shape.gpu_milli:
+            continue  # with the nodes that take new work it never starts
         if run.state.jobs[job].phase == "queued":
             found[job] = run.now + max(0.0, work) / per_s
             work += one.job.work_s * one.job.ask.shape.gpu_milli / 1000

@@ -13,7 +13,7 @@ from rota.service.cli.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, shortened, size
 from rota.spec.errors import BadInput
-from rota.spec.resources import counted
+from rota.spec.resources import counted, format_size
 
 if TYPE_CHECKING:
     from rota.service.models.cluster import QueueRow, UsageRow
@@ -33,7 +33,8 @@ def nodes(
 ) -> int:
     """List nodes, show one, or take one out of use for new work and back.
 
-    show measures on its machine what that does now: cores, memory, network, disks, devices, processes of jobs.
+    show prints the state of a node, its jobs and who holds its devices, and what its machine does now, measured there:
+    cores, memory, network, disks, devices, processes of jobs.
 
     Both drain and cordon keep new work off a node. cordon lets the jobs on it run to their end. drain shows them,
     asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
@@ -49,7 +50,10 @@ def nodes(
     """
     terminal = flags.terminal()
     if action == "show" and node:
-        return flags.answer(lambda client: client.node_usage(node), _usage_page)
+        with flags.client() as client:
+            status, usage = client.node(node), client.node_usage(node)
+        terminal.show(usage, lambda term: _node_page(term, status, usage))
+        return 0
     if action and (action not in ACTIONS or not node):
         raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
     if not action:
@@ -129,11 +133,17 @@ NODES = Table(
 )
 
 
-def _usage_page(term: Terminal, doc: Mapping[str, Any]) -> None:
+def _node_page(term: Terminal, status: Mapping[str, Any], doc: Mapping[str, Any]) -> None:
+    """What Rota has there, then what its machine does."""
     shared = f"{size(doc['shared_used_bytes'])} of {size(doc['shared_bytes'])}"
+    held = "".join(f"  {device['index']}: {device['job']}" for device in status["devices"] if device["job"])
     term.pairs(
         [
-            ("node", doc["node"]),
+            ("node", f"{doc['node']}  {status['state']}"),
+            ("note", _note(status)),
+            ("jobs", shortened(status["jobs"])),
+            ("devices", f"{status['gpus_used']} of {status['gpus']} held{held}" if status["gpus"] else ""),
+            ("cores held", f"{amount(status['cpus_used'])} of {amount(status['cpus'])}"),
             ("cores", f"{doc['cores_busy']:g} of {doc['cores']} busy, load {doc['load']:g}"),
             ("memory", f"{size(doc['memory_used_bytes'])} of {size(doc['memory_bytes'])}, shared memory {shared}"),
         ]
@@ -144,7 +154,7 @@ def _usage_page(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _rate(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda one: f"{size(int(one[name]))}/s"
+    return lambda one: f"{format_size(int(one[name]))}/s"
 
 
 def _rows(name: str) -> Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:

@@ -185,6 +185,9 @@ def test_a_module_that_submits_its_job_at_its_top_is_imported_as_far_as_that(tmp
     assert import_target("submits_at_its_top:A").__name__ == "A"  # pyright: ignore[reportAttributeAccessIssue] - a class
     with pytest.raises(BadInput, match="has no 'after'"):
         import_target("submits_at_its_top:after")
+    with pytest.raises(BadInput, match="is the name of a file") as refused:
+        import_target("parts/wl.py:main")
+    assert refused.value.hint == "write parts.wl:main"
 
 
 def test_a_job_is_submitted_as_the_client_does() -> None:

@@ -115,11 +115,12 @@ def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_
 ) -> None:
     (tmp_path / "mine_with_a_gap.py").write_text("import absent_module.part\n")
     monkeypatch.syspath_prepend(tmp_path)
-    answer = inspect_all({"w": "mine_with_a_gap:W"})["w"]
+    answer = inspect_all({"w": "mine_with_a_gap:W"}, {})["w"]
     missing, _, remedy = answer["error"].partition("; ")
     assert missing == "ModuleNotFoundError: No module named 'absent_module'"
     assert remedy.startswith("put absent_module beside the job file (workdir), or install it into ")
     assert answer["traceback"].count("  File ") == 1 and "mine_with_a_gap.py" in answer["traceback"]
+    assert inspect_all({"w": "absent_module:W"}, {})["w"]["traceback"] == "", "the text says it all"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_code_that_fails_at_its_import_is_told_with_its_own_frames_alone(
     (tmp_path / "mine_that_fails.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine_that_fails", raising=False)
-    answer = inspect_all({"w": "mine_that_fails:W"})["w"]
+    answer = inspect_all({"w": "mine_that_fails:W"}, {})["w"]
     assert answer["error"] == text
     assert answer["traceback"].count("  File ") == answer["traceback"].count("mine_that_fails.py") == frames
 

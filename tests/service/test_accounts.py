@@ -20,7 +20,7 @@ from rota.service.rest.app import application
 from rota.service.rest.auth import Audit
 from rota.service.rest.routes import accounts
 from rota.service.webhooks import OWNER
-from rota.spec.errors import LimitExceeded
+from rota.spec.errors import BadInput, LimitExceeded
 from rota.spec.events import SecretChanged
 from rota.spec.states import JobState
 from rota.testing.memory import VirtualClock
@@ -357,6 +357,8 @@ def test_secrets_of_a_user_are_gone_before_the_user_and_jobs_that_name_them_are_
         body = {"grants": [{"queue": "", "role": "user"}]}
         assert (await service.http.put("/api/v1/users/eve", json=body)).status_code == 200
         made = (await service.http.post("/api/v1/tokens", json={"user": "eve"})).json()
+        with pytest.raises(BadInput, match="KEY: the value is empty"):
+            vault.put("eve", "KEY", "")
         vault.put("eve", "KEY", "correct-horse")
         answer = await service.http.post(
             "/api/v1/jobs",

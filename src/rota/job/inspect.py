@@ -34,6 +34,9 @@ def import_target(path: str) -> object:
     module, sep, name = MOVED.get(path, path).partition(":")
     if not sep or not module or not name:
         raise BadInput(f"{path!r} is not MODULE:NAME, for example train:Policy")
+    if module.endswith(".py"):
+        meant = module.removesuffix(".py").replace("/", ".")
+        raise BadInput(f"{module!r} is the name of a file, not of a module", hint=f"write {meant}:{name}")
     found: object = _imported(module)
     for part in name.split("."):
         if not hasattr(found, part):

@@ -42,8 +42,11 @@ class Vault:
 
     def put(self, owner: str, name: str, value: str) -> None:
         """Keep a value in place of any before. Raises BadInput."""
-        if not value or len(value.encode()) > VALUE_BYTES_MAX or "\0" in value:
-            raise BadInput(f"secret {name}: empty, with a zero byte, or over {VALUE_BYTES_MAX} bytes")
+        if not value:
+            raise BadInput(f"secret {name}: the value is empty", hint=f"rota secret set {name} < FILE")
+        if "\0" in value or (count := len(value.encode())) > VALUE_BYTES_MAX:
+            fault = "has a zero byte" if "\0" in value else f"has {count} bytes, at most {VALUE_BYTES_MAX} are kept"
+            raise BadInput(f"secret {name}: the value {fault}")
         path = self._path(owner, name)
         if not path.exists() and len(self.names(owner)) >= SECRETS_MAX:
             raise BadInput(f"{owner} has {SECRETS_MAX} secrets already", hint="remove one: rota secret rm NAME")

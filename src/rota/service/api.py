@@ -646,14 +646,14 @@ def copy_of(
     }
 
 
-def read_file(path: Path) -> str:
+def read_file(path: Path, *, hint: str = "'rota init --list' shows templates to begin with") -> str:
     """Text of a job file. Raises BadInput when it is missing or cannot be read, JobFileError when it is not UTF-8."""
     from rota.service.jobfile.nodes import decode  # noqa: PLC0415 - a client that submits nothing needs no parser
 
     try:
         return decode(path.read_bytes(), filename=str(path))
     except FileNotFoundError:
-        raise BadInput(f"{path}: no such file", hint="'rota init --list' shows templates to begin with") from None
+        raise BadInput(f"{path}: no such file", hint=hint) from None
     except IsADirectoryError:
         raise BadInput(f"{path} is a folder", hint="name the job file in it") from None
     except OSError as exc:

@@ -70,7 +70,8 @@ def targets(rows: Sequence[FileRow], path: str, target: Path) -> list[tuple[File
     Raises UnknownName when nothing is found, BadInput for a row outside the output folder.
     """
     if not rows:
-        raise UnknownName(f"no file or folder {path}".rstrip(), hint="list what is there: rota cp JOB: --list")
+        what = f"no file or folder {path}" if path else "the job has no output"
+        raise UnknownName(what, hint="list what is there: rota cp JOB: --list" if path else "")
     root = target / Path(path).name if path and target.is_dir() else target
     found: list[tuple[FileRow, Path]] = []
     for row in rows:

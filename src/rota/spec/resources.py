@@ -31,6 +31,8 @@ def parse_size(text: str) -> int:
     if match is None or match.group(2).upper() not in _SIZE_UNITS:
         bare = text.strip()
         hint = f"; write {bare}MiB or {bare}GiB" if bare.replace(".", "", 1).isdigit() else "; for example 512MiB"
+        if match is not None and f"{match.group(2).upper()}IB" in _SIZE_UNITS:
+            hint = f"; write {match.group(1)}{match.group(2).upper()}iB"
         raise ValueError(f"{text!r} is not a size with a unit{hint}")
     return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
 

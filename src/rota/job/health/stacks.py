@@ -90,7 +90,7 @@ def error_summary(error: BaseException) -> tuple[str, str]:
         one = one.__cause__ or one.__context__
     if seen or not (on_purpose or isinstance(error, ImportError | SyntaxError)):
         return text, "".join(full.format())
-    return text, "" if on_purpose else "".join(full.format_exception_only())
+    return text, "" if on_purpose or isinstance(error, ImportError) else "".join(full.format_exception_only())
 
 
 def _own(stack: traceback.StackSummary, *, alone: bool) -> list[traceback.FrameSummary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import select
 import signal
 import sys
@@ -301,7 +302,8 @@ def _plain(exc: Any) -> str:
         return f"{verb} needs {'an' if name[0] in 'AEIOU' else 'a'} {name}"
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         return f"{verb} takes no further argument: {' '.join(exc.unused_tokens)}"
-    return " ".join(str(exc).split())
+    said = re.sub(r'unable to convert ("[^"]*") into float', r"\1 is not a number", " ".join(str(exc).split()))
+    return re.sub(r'unable to convert ("[^"]*") into int', r"\1 is not a whole number", said)
 
 
 def _hint(words: Sequence[str]) -> str:

@@ -108,6 +108,8 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
             path.unlink(missing_ok=True)
         if isinstance(error, tarfile.TarError | KeyError | ValueError | EOFError):
             raise BadInput(f"{source} is not a back-up of Rota, or is damaged: {error}") from error
+        if isinstance(error, FileNotFoundError) and not source.exists():
+            raise BadInput(f"{source}: no such file", hint="rota backup FILE makes one") from error
         if isinstance(error, OSError):
             raise BadInput(f"{source} cannot be restored into {home.root}: {error}") from error
         raise

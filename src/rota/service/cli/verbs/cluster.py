@@ -232,7 +232,7 @@ def queues(
         return flags.answer(lambda client: client.queues(), QUEUES)
     from rota.service.api import read_file
 
-    text = read_file(Path(file))
+    text = read_file(Path(file), hint="")
     return flags.answer(lambda client: client.apply_queues(text, filename=file, dry_run=dry_run), _diff_table)
 
 

@@ -44,9 +44,10 @@ class Vault:
         """Keep a value in place of any before. Raises BadInput."""
         if not value:
             raise BadInput(f"secret {name}: the value is empty", hint=f"rota secret set {name} < FILE")
-        if "\0" in value or (count := len(value.encode())) > VALUE_BYTES_MAX:
-            fault = "has a zero byte" if "\0" in value else f"has {count} bytes, at most {VALUE_BYTES_MAX} are kept"
-            raise BadInput(f"secret {name}: the value {fault}")
+        if "\0" in value:
+            raise BadInput(f"secret {name}: the value has a zero byte")
+        if (count := len(value.encode())) > VALUE_BYTES_MAX:
+            raise BadInput(f"secret {name}: the value has {count} bytes, at most {VALUE_BYTES_MAX} are kept")
         path = self._path(owner, name)
         if not path.exists() and len(self.names(owner)) >= SECRETS_MAX:
             raise BadInput(f"{owner} has {SECRETS_MAX} secrets already", hint="remove one: rota secret rm NAME")

@@ -172,6 +172,8 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["plan", "search", "--model", "m", "--gpus", "8", "--memory", "40GiB"], 2, '"40GiB" is not a number'),
         (["run", "--memory", "2G", "--check", "--", "true"], 2, "write 2GiB"),
         (["restore", "none.tgz"], 2, "none.tgz: no such file\n      rota backup FILE makes one"),
+        (["run", "--set", "replicas=3", "--check", "--", "true"], 2, "did you mean 'roles.NAME.replicas'?"),
+        (["run", "--set", "depends_on=[a]", "--check", "--", "true"], 2, "did you mean 'after'?"),
         (["up", "--port", "99999"], 2, "port=99999 (from flag) is not between 0 and 65535"),
     ],
 )  # fmt: skip

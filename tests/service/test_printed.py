@@ -12,6 +12,7 @@ import pytest
 from rota.service.cli.app import call
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs import inspect, plan, run
+from rota.service.cli.verbs.formatting import clock_time
 from rota.service.cli.verbs.logs import event_text
 from rota.service.client import Client
 from rota.service.process import daemon
@@ -119,5 +120,7 @@ def test_values_of_an_event_are_not_printed_as_python() -> None:
         "names": ["x", "y"],
         "map": {"k": 1},
         "on": True,
+        "due_at": 1e9,
     }
-    assert event_text(event).split() == ["X", "pairs=a:b,c:d", "names=x,y", "map=k=1", "on=true"]
+    said = event_text(event).strip()
+    assert said == f"X pairs=a:b,c:d names=x,y map=k=1 on=true due_at={clock_time(1e9)}"

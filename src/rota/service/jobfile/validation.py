@@ -467,6 +467,7 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("timeout", "walltime", "deadline", "max_time"), ("time_limit",)),
     **dict.fromkeys(("mem", "ram"), ("memory", "resources.memory")),
     **dict.fromkeys(("partition", "pool"), ("queue",)),
+    **dict.fromkeys(("depends_on", "dependsOn", "dependency", "needs"), ("after", "start_after")),
     **dict.fromkeys(("max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
 }
 """What other systems call a field."""
@@ -504,6 +505,9 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
             inner = {sub: f"{name}.{sub}" for name, (_, field) in known.items() for sub in _names_below(field)}
             message, code = "unknown field", "UNKNOWN_FIELD"
             meant = next((one for one in OTHER_WORDS.get(name, ()) if one in known or one in inner.values()), "")
+            meant = meant or next(
+                (f"{outer}.NAME.{name}" for outer, (_, field) in known.items() if name in _each(field)), ""
+            )
             hint = f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
             hint = hint or nearest(name, [*known], "fields")
     errors.add(place, (*above, *path), message, hint=hint, code=code)
@@ -555,5 +559,13 @@ def part_in(field: FieldInfo) -> type[Part] | None:
 
 def _names_below(field: FieldInfo) -> Sequence[str]:
     """The names in a field that is one mapping."""
-    part = field.annotation
+    return _names_in(field.annotation)
+
+
+def _each(field: FieldInfo) -> Sequence[str]:
+    """The names in each value of a field that maps names to mappings."""
+    return _names_in(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ()
+
+
+def _names_in(part: object) -> Sequence[str]:
     return [*part.by_name()] if isinstance(part, type) and issubclass(part, Part) else ()

@@ -139,7 +139,8 @@ def event_text(event: EventRecord) -> str:
     for name, value in event.items():
         deep = isinstance(value, dict) and any(isinstance(part, dict | list) for part in value.values())
         if name not in _NOT_SHOWN and value not in (None, "", [], {}) and not deep:
-            text = " ".join(_plain(value).split())
+            at = clock_time(value) if name.endswith("_at") and isinstance(value, float) else ""
+            text = at or " ".join(_plain(value).split())
             shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
     return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()
 

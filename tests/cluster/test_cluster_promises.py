@@ -74,6 +74,21 @@ def stream(
     return jobs
 
 
+def beyond_their_promise(
+    rng: random.Random, nodes: tuple[Node, ...], queues: tuple[Queue, ...], leaves: list[str], submits: list[float]
+) -> list[SimJob]:
+    """Gangs that are larger than what their queue is promised, and fit the cluster."""
+    promised = {queue.path: int(queue.guaranteed.gpus) for queue in queues if queue.guaranteed}
+    jobs, total = list[SimJob](), sum(len(one.devices) for one in nodes)
+    for i in range(4):
+        path, at, work_s = rng.choice(leaves), rng.choice(submits), rng.choice((20.0, 100.0))
+        count = promised[path] + rng.choice((1, 2, 4))
+        if count <= total:
+            one = ask(f"x{i:02}", *[slot(1)] * count, queue=path, at=at, est_s=work_s)
+            jobs.append(SimJob(ask=one, submit_s=at, work_s=work_s))
+    return jobs
+
+
 def starts(nodes: tuple[Node, ...], queues: tuple[Queue, ...], profile: str, jobs: list[SimJob]) -> dict[JobId, float]:
     """First start of each job that is not opportunistic; one that never started is as late as can be."""
     run = Simulation(State(nodes, queues), get_profile(profile), jobs, SystemClock(), check_every=1).run()
@@ -98,6 +113,34 @@ def test_no_guaranteed_job_starts_later_than_in_the_private_cluster_of_its_tenan
         alone, shared = (starts(nodes, queues, name, jobs) for name in ("private", profile))
         later = {job: (at, shared[job]) for job, at in alone.items() if shared[job] > at}
         assert not later, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seeds", [(0, 3, 10), pytest.param(tuple(range(60)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("noise", [0.0, 5.0])
+def test_a_gang_beyond_its_promise_delays_no_job_of_its_queue_that_the_promise_covers(
+    noise: float, seeds: tuple[int, ...]
+) -> None:
+    for seed in seeds:
+        rng = random.Random(f"{seed} default {noise}")
+        nodes, queues, leaves = tenants(rng)
+        jobs = stream(rng, queues, leaves, whole=False, noise=noise)
+        more = beyond_their_promise(rng, nodes, queues, leaves, [one.submit_s for one in jobs])
+        alone = starts(nodes, queues, "private", jobs)
+        shared = starts(nodes, queues, "default", sorted([*jobs, *more], key=lambda one: (one.submit_s, one.ask.id)))
+        later = {job: (at, shared[job]) for job, at in alone.items() if shared[job] > at}
+        assert not later, f"seed {seed}"
+
+
+def test_devices_that_are_promised_are_not_kept_for_a_larger_job_of_the_same_queue() -> None:
+    queues = (Queue(path="red", guaranteed=gpus(4)), Queue(path="blue", guaranteed=gpus(4)))
+    s = state(node("n"), node("m"), queues=queues)
+    asks = (ask("need", slot(4), queue="blue", est_s=100.0), ask("big", slot(4), slot(2), queue="red"))
+    assert played("default", s, *asks, ask("more", slot(4), queue="red")) == []
+    assert running(s) == {"need", "more"}
+    urgent = ask("urgent", slot(4), slot(2), queue="red", priority=60)
+    s = state(node("n"), node("m"), queues=queues)
+    assert played("default", s, asks[0], urgent, ask("more", slot(4), queue="red")) == []
+    assert running(s) == {"need"}  # in a queue priority stands above what a smaller job is promised
 
 
 def played(profile: str, s: State, *asks: JobAsk, at: float = 0.0) -> list[JobId]:

@@ -62,10 +62,12 @@ class AgeBound:
     def _waits_for(self, first: LiveJob, row: LiveJob) -> bool:
         if row.ask.priority > first.ask.priority or row.ask.failover:
             return False
-        if not self._profile.promises or row.ask.queue == first.ask.queue:
+        if not self._profile.promises:
             return True
-        level = promise_level(self._state, row)
-        return level > 0 and level >= promise_level(self._state, first)
+        level, ahead = promise_level(self._state, row), promise_level(self._state, first)
+        if row.ask.queue == first.ask.queue:
+            return level >= ahead or row.ask.priority < first.ask.priority
+        return level > 0 and level >= ahead
 
     def _first(self, claimants: Sequence[JobId]) -> LiveJob | None:
         if self._aged is None:

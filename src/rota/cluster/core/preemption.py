@@ -369,14 +369,20 @@ class BackfillReservations:
                     self._made.append(replace(reservation, job=row.ask.id, queue=queue, level=level))
 
     def outlived_by(self, row: LiveJob) -> list[BackfillReservation]:
-        """Those in the time of which the job would still run if it started now, or might.
-
-        A job that a promise to its queue covers is bound by those of its own queue alone.
-        """
+        """Those that the job keeps out of the way of, and that it would still run in if it started now, or might."""
         left_s = row.left_late_s
         late = [one for one in self._made if left_s is None or self._now + left_s > one.at]
         level = promise_level(self._state, row) if late else 0
-        return [one for one in late if one.queue == row.ask.queue or one.level < level or one.level == level > 0]
+        return [one for one in late if self._binds(one, row, level)]
+
+    def _binds(self, one: BackfillReservation, row: LiveJob, level: int) -> bool:
+        """Whether a job that ``level`` covers keeps out of the way of another one: what is promised goes first.
+
+        In the same queue a higher priority goes before what the job is promised.
+        """
+        if one.queue != row.ask.queue:
+            return one.level < level or one.level == level > 0
+        return one.level <= level or self._state.jobs[one.job].ask.priority > row.ask.priority
 
 
 class RoomBound:

@@ -39,10 +39,10 @@ class MostUnderServed:
         return (*of_queue(state, row, now, served_rank), tier, -row.ask.priority)
 
 
-def served_rank(state: State, row: LiveJob, now: float) -> tuple[int, float]:
+def served_rank(state: State, speaker: LiveJob) -> tuple[int, float]:
     """Which promise covers the next job of a queue, and used over guaranteed of the dominant resource."""
-    level, share = share_rank(state, row, now)
-    queue = state.queues.row.get(row.ask.queue)
+    level, share = share_rank(state, speaker)
+    queue = state.queues.row.get(speaker.ask.queue)
     if queue is None or 0 < level < UNCOVERED:
         return (level, share)
     promised, used = state.queues.guaranteed[queue], state.used[queue]

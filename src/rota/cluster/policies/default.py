@@ -17,9 +17,9 @@ from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
-_RanksAsOf = tuple[tuple[int, float], dict[str, tuple[int, float]]]
-"""Writes and time as of which what a rule says of queues is known."""
-_NO_RANKS = ((-1, 0.0), dict[str, tuple[int, float]]())
+_RanksAsOf = tuple[tuple[int, float], dict[JobId, tuple[int, float]]]
+"""Writes and time as of which what a rule says of the jobs that speak for queues is known."""
+_NO_RANKS = ((-1, 0.0), dict[JobId, tuple[int, float]]())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +34,53 @@ class PriorityThenShare:
 
 
 def of_queue(
-    state: State, row: LiveJob, now: float, rule: Callable[[State, LiveJob, float], tuple[int, float]]
+    state: State, row: LiveJob, now: float, rule: Callable[[State, LiveJob], tuple[int, float]]
 ) -> tuple[int, float]:
-    """What a rule that looks at the first waiting job of a queue says of the queue of this one.
+    """What a rule says of the queue of a job, by the job that speaks for the queue; kept while nothing changes.
 
-    All of a queue whose time has come have the same; it is asked for each line of them while nothing changes.
+    That is the first of its waiting jobs whose time has come, by priority, then by arrival. One as urgent speaks for
+    itself where a promise covers it, and covers the first one less or not at all: that one may wait for ever.
     """
     txn = state.open_txn
+    speaker = _speaker(state, row, now)
     if txn is None or row.phase != "queued" or row.begins_at > now:
-        return rule(state, row, now)
+        return rule(state, speaker)
     as_of = (txn.writes, now)
     last, known = cast("_RanksAsOf", txn.notes.get(("ranks", rule), _NO_RANKS))
     if last != as_of:
-        known = dict[str, tuple[int, float]]()
+        known = dict[JobId, tuple[int, float]]()
         txn.notes["ranks", rule] = (as_of, known)
-    found = known.get(row.ask.queue)
+    found = known.get(speaker.ask.id)
     if found is None:
-        found = known[row.ask.queue] = rule(state, row, now)
+        found = known[speaker.ask.id] = rule(state, speaker)
     return found
 
 
-def share_rank(state: State, row: LiveJob, now: float) -> tuple[int, float]:
-    """Which promise covers the next job of a queue, and used over guaranteed devices.
+def _speaker(state: State, row: LiveJob, now: float) -> LiveJob:
+    waiting = (state.jobs[job] for _, _, job in state.waiting.get(row.ask.queue, ()))
+    first = next((one for one in waiting if one.begins_at <= now), row)
+    if first is row or row.ask.priority < first.ask.priority or not first.ask.shape.gpu_milli:
+        return first
+    level = next_level(state, first)
+    return row if level and promise_level(state, row) < level else first
 
-    The first of its waiting jobs whose time has come speaks for all. A queue that is promised nothing has 1 plus used
-    over weight: after the others. Under a promise to a queue above, who was queued first comes first.
+
+def share_rank(state: State, speaker: LiveJob) -> tuple[int, float]:
+    """Which promise covers the job that speaks for a queue, and used over guaranteed devices of that.
+
+    A queue that is promised nothing has 1 plus used over weight: after the others. Under a promise to a queue above,
+    who was queued first comes first.
     """
     tree = state.queues
-    queue = tree.row.get(row.ask.queue)
+    queue = tree.row.get(speaker.ask.queue)
     if queue is None:
         return (0, 0.0)
     used, guaranteed = int(state.used[queue, GPU]), int(tree.guaranteed[queue, GPU])
-    first = first_of(state, row, now)
     share = used / guaranteed if guaranteed else 1.0 + used / 1000 / max(tree.rows[queue].weight, 1e-9)
-    if not first.ask.shape.gpu_milli:
+    if not speaker.ask.shape.gpu_milli:
         return (0, share)
-    level = next_level(state, first)
-    return (level, first.ask.queued_at if 0 < level < UNCOVERED else share)
-
-
-def first_of(state: State, row: LiveJob, now: float) -> LiveJob:
-    """The first waiting job of the queue of this one whose time has come: by priority, then by arrival."""
-    waiting = (state.jobs[job] for _, _, job in state.waiting.get(row.ask.queue, ()))
-    return next((one for one in waiting if one.begins_at <= now), row)
+    level = promise_level(state, speaker)
+    return (level, speaker.ask.queued_at if 0 < level < UNCOVERED else share)
 
 
 @dataclass(frozen=True, slots=True)

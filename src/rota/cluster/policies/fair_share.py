@@ -17,7 +17,7 @@ from rota.cluster.core.quota import borrowing_share
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import STARVE_S, Fit, LimitsOnly
-from rota.cluster.policies.default import LeastCost, first_of, of_queue, share_rank, stops
+from rota.cluster.policies.default import LeastCost, of_queue, share_rank, stops
 from rota.spec.reasons import Reason
 
 
@@ -60,13 +60,13 @@ class LeastBorrowed:
         return (*of_queue(state, row, now, borrowed_rank), -row.ask.priority)
 
 
-def borrowed_rank(state: State, row: LiveJob, now: float) -> tuple[int, float]:
+def borrowed_rank(state: State, speaker: LiveJob) -> tuple[int, float]:
     """Which promise covers the next job of a queue, and what the queue would borrow with it as a part of all."""
-    queue, first = state.queues.row[row.ask.queue], first_of(state, row, now)
-    level, since = share_rank(state, row, now)
+    queue = state.queues.row[speaker.ask.queue]
+    level, since = share_rank(state, speaker)
     if 0 < level < UNCOVERED:
         return (level, since)
-    return (level, float(borrowed(state, queue, state.used[queue] + state.queues.need(first.ask.shape))))
+    return (level, float(borrowed(state, queue, state.used[queue] + state.queues.need(speaker.ask.shape))))
 
 
 LENT = {GPU: "gpu", CPU: "cpu", MEM: "mem"}

@@ -53,6 +53,17 @@ def test_two_jobs_of_one_node_run_one_after_the_other(tmp_path: Path) -> None:
     assert "3 of 3 finished" in out and "1m30s" in out
 
 
+def test_work_that_would_be_lent_devices_and_jobs_of_unknown_tenants_are_said_as_what_they_are(tmp_path: Path) -> None:
+    rows = "job_id,submit_s,duration_s,gpus,vc,priority\na,0,100,8,x,50\nd,0,100,8,y,-1\nu,0,100,8,unknown,50\n"
+    (tmp_path / "jobs.csv").write_text(rows)
+    status, out, _ = rota("sim", "run", *GIVEN, "--profile", "private")
+    assert status == 0 and "1 job of tenants that the file of tenants lacks" in out
+    assert (
+        "never started: d of y: GUARANTEE_FULL_NO_BORROW: Work of a priority below 0 runs on devices that are lent"
+        in out
+    )
+
+
 def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "jobs.csv").write_text(TRACE + "z,0,1,640,x\n")
     status, out, _ = rota("sim", "run", *GIVEN, "--profile", "fifo")

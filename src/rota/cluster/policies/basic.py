@@ -138,7 +138,10 @@ class OwnDevices:
         need = tree.need(row.ask.shape)[GPU]
         for queue in tree.line_of(row.ask.queue):
             guaranteed = tree.guaranteed[queue, GPU]
-            if row.ask.opportunistic or (guaranteed and state.used[queue, GPU] + need > guaranteed):
+            if row.ask.opportunistic:
+                text = "Work of a priority below 0 runs on devices that are lent; this profile lends none."
+                return Wait(reason=Reason.GUARANTEE_FULL_NO_BORROW, text=text, fields={"queue": row.ask.queue})
+            if guaranteed and state.used[queue, GPU] + need > guaranteed:
                 return Wait(
                     reason=Reason.GUARANTEE_FULL_NO_BORROW,
                     text=f"Needs {counted(need / 1000, 'GPU')}; "

@@ -77,7 +77,7 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
                 reason=Reason.TIME_LIMIT,
                 grace_s=ctx.spec.grace_s,
                 save_s=ctx.spec.grace_s,
-                text=f"the job ran for its limit of {ctx.spec.time_limit_s:.0f} s",
+                text=f"the job had devices for its limit of {ctx.spec.time_limit_s:.0f} s, starts included",
             )
             return shutdown.begin(ctx, ending, JobState.STOPPING)
         case "grace":

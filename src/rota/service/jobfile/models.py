@@ -424,7 +424,9 @@ class JobPart(Part):
         "restarts of the whole job for faults of its own; those of the platform have a rate of theirs"
     )
     time_limit_s: SomeSeconds = optional(
-        "hard end; time in the queue does not count", alias="time_limit", default="none"
+        "hard end, counted while it has devices: starts count, time in the queue does not",
+        alias="time_limit",
+        default="none",
     )
     idle_limit_s: SomeSeconds = optional(
         "it ends when for this time its ports were not used and it did no work", alias="idle_limit", default="none"

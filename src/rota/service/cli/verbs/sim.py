@@ -161,7 +161,12 @@ def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
             ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
             ("cluster", f"{counted(doc['cluster']['nodes'], 'node')}, {counted(doc['cluster']['gpus'], 'device')}"),
             ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
-            ("  left out", f"{summary['skipped']} of tenants without nodes" if summary["skipped"] else ""),
+            (
+                "  left out",
+                f"{counted(summary['skipped'], 'job')} of tenants that the file of tenants lacks"
+                if summary["skipped"]
+                else "",
+            ),
             ("makespan", lasting(summary["makespan_s"])),
             ("utilisation", _percent(summary["utilisation"])),
             ("preemptions", summary["preemptions"]),

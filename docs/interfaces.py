@@ -263,6 +263,13 @@ def page_of_rest() -> str:
         "not know is refused with those that it knows. Who may ask what: [share one",
         "installation](../how-to/users-and-secrets.md).",
         "",
+        "A body needs `Content-Type: application/json`:",
+        "",
+        "```",
+        'curl -H "Authorization: Bearer $(rota token)" -H "Content-Type: application/json" \\',
+        '    -d \'{"source": "name: hello\\nroles: {main: {run: echo hello}}\\n"}\' http://127.0.0.1:7700/api/v1/jobs',
+        "```",
+        "",
         "| route | parameters | body | what |",
         "|---|---|---|---|",
     ]

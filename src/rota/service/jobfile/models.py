@@ -442,7 +442,7 @@ class JobPart(Part):
     output: PathWord = optional(
         "`$ROTA_OUTPUT_DIR`: a path, or a URL or `STORE:/path` to which what was written is copied when the job ends"
     )
-    env: Literals = optional("environment variables of every role")
+    env: Literals = optional("environment variables of every role; for what pip installs see `packages`")
     packages: Packages = optional("those of every role, before its own")
     secrets: Annotated[tuple[Word, ...], Several()] = optional("names of secrets that become variables")
     image: Word = optional(

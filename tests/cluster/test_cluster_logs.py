@@ -260,7 +260,7 @@ def lived_log(profile: str) -> Log:
 def test_a_log_replays_to_the_decisions_that_are_in_it_and_another_policy_is_seen_to_differ() -> None:
     records = lived_log("default").records
     found = replayed(records, get_profile("default"), requests_of)
-    assert (found["same"], found["decisions"], found["different"]) == (6, 6, [])
+    assert (found["same"], found["decisions"], found["different"]) == (7, 7, [])
     other = replayed(records, get_profile("fifo"), requests_of)
     assert next((one["job"], one["recorded"]["kind"]) for one in other["different"]) == ("low", "PreemptAsked")
 

@@ -336,8 +336,9 @@ def seat_with(setup: str, home: Path) -> Any:
     place = SimpleNamespace(home=str(home), job="j-1", log_path=lambda _: str(home / "main-0.log"))
     clock = SystemClock()
     return SimpleNamespace(
-        role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0, run_as=""),
-        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, marks=ProgressMarks(clock),
+        role=role("true", setup=setup), place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock,
+        spec=SimpleNamespace(output="", output_dir="", checkpoint=None, seed=0, run_as=""),
+        marks=ProgressMarks(clock),
     )  # fmt: skip
 
 

@@ -336,10 +336,12 @@ class ProtocolMachine:
         return True
 
     def _abort(self, client: str, *versions: int) -> int:
-        undone = [v for v in versions if client in self.clients and v in self.clients[client].own]
-        for v in undone:
-            self._undo(v)
-        return len(undone)
+        undone = 0
+        for v in versions:
+            if client in self.clients and v in self.clients[client].own:
+                self._undo(v)
+                undone += 1
+        return undone
 
     def _get(self, client: str, seq: int, *wanted: str) -> list[list[Any]]:
         if client not in self.clients:

@@ -1,4 +1,4 @@
-"""Recovery of a lost registry from segment headers and client files; checks of invariants; garbage collection."""
+"""Recovery of a lost registry from segment headers and client files."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def role(name: str, workload: str, n: int = 1, **fields: Any) -> RoleSpec:
         replicas_min=n,
         replicas_max=n,
         res=Res(cpus=0.5),
-        interface=inspect_workload(workload),
+        interface=inspect_workload(workload, {}),
         **fields,
     )
 

@@ -1,7 +1,7 @@
 """What the tensor store costs, beside its peers and its physical limits, interleaved in one run on one machine.
 
-``python benchmarks/tensors.py [PART...] [--rounds N] [--no-ray]``, with parts of ``PARTS`` or all, prints one JSON
-document: for each measure the median over the rounds in microseconds (or milliseconds), and the ratios with the
+``python benchmarks/tensors.py [get put memory restore recover reclaim start all] [--rounds N] [--no-ray]`` prints one
+JSON document: for each measure the median over the rounds in microseconds (or milliseconds), and the ratios with the
 target each must meet. ``tensors_gpu.py`` measures tensors on devices.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import logging
 import mmap
@@ -25,7 +24,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +34,7 @@ import rota.tensors
 from rota.tensors.writer import Copier, threads_wanted
 from run import Row, hand_in
 
-try:
-    import zmq as zmq_or_none
-except ImportError:
-    zmq_or_none = None
-zmq: Any = zmq_or_none
-
-PARTS = ("get", "put", "small", "streams", "memory", "restore", "recover", "reclaim", "start")
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 LOOP_MIN = 5000
 
 
@@ -251,119 +242,6 @@ def bench_put(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
     return {"threads": threads_wanted(), "measures": timed.document(), "checks": checks}
 
 
-def bench_small(plane: Any, ray: Any, rounds: int) -> dict[str, Any]:
-    """Small tensors under one name again and again, beside objects of Ray and values of the registry's own server."""
-    small, large = np.ones(KIB, np.float32), np.ones(16 * KIB, np.float32)
-    redis, refs = plane._session.machine.client, list[Any]()  # faster than redis-py
-
-    def put_and_delete() -> None:
-        plane.put("churn", large)
-        plane.delete("churn")
-
-    def set_and_delete() -> None:
-        redis.call("SET", "bench", large.tobytes())
-        redis.call("DEL", "bench")
-
-    def keep_of_ray() -> None:
-        refs[:] = [ray.put(small)]
-
-    actions: dict[str, Callable[[], object]] = {
-        "put 4 KiB": lambda: plane.put("small", small),
-        "SET of 4 KiB in Redis": lambda: redis.call("SET", "bench", small.tobytes()),
-        "put and delete 64 KiB": put_and_delete,
-        "SET and DEL of 64 KiB in Redis": set_and_delete,
-    }
-    if ray is not None:
-        actions |= {"ray.put 4 KiB": keep_of_ray, "ray.put and del 64 KiB": lambda: ray.put(large)}
-    timed = Rounds(rounds)
-    timed.run({name: each_of(action, 200) for name, action in actions.items()})
-    checks = {
-        f"{ours} <= {peer}": judge(timed.median(ours) / timed.median(peer), 1)
-        for part, ours, peer in BESIDE
-        if part == "small" and peer in actions
-    } | {
-        "put 4 KiB <= 80 us": judge(timed.median("put 4 KiB") * 1e6, 80),
-        "put and delete 64 KiB <= 40 us": judge(timed.median("put and delete 64 KiB") * 1e6, 40),
-    }
-    return {"measures": timed.document(), "checks": checks}
-
-
-_CONSUMER = """
-import os, sys, time
-how, home, size, count, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-if how == 'zmq':
-    import zmq
-    pull = zmq.Context().socket(zmq.PULL); pull.bind(at)
-elif how == 'rota':
-    import rota.tensors
-    channel = rota.tensors.connect(home=home).channel(at)
-print('up', flush=True)
-done = 0
-while done < count:
-    if how == 'rota':
-        found = channel.take(16, timeout_s=10, as_='numpy')
-        assert all(len(record.tensors['x']) == size for record in found)
-        channel.ack(*found)
-        done += len(found)
-    elif how == 'zmq':
-        assert len(pull.recv(copy=False)) == size
-        done += 1
-    else:
-        left = size
-        while left:
-            left -= len(os.read(0, min(left, 1 << 20)))
-        done += 1
-print('done', flush=True)
-"""
-
-
-def bench_streams(home: Path, plane: Any, rounds: int) -> dict[str, Any]:
-    """Records from this process to another one, until the last was acknowledged: a channel, a pipe, zmq if there."""
-    timed, numbers = Rounds(rounds), itertools.count()
-
-    def stream(how: str, size: int, count: int) -> float:
-        """Seconds a record."""
-        data, at = np.ones(size, np.uint8), f"s{next(numbers)}"
-        at = f"ipc://{home}/{at}" if how == "zmq" else at
-        command = [sys.executable, "-c", _CONSUMER, how, str(home), str(size), str(count), at]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as consumer:
-            assert consumer.stdin is not None
-            assert consumer.stdout is not None
-            assert consumer.stdout.readline() == b"up\n"
-            channel = plane.channel(at) if how == "rota" else None
-            push = zmq.Context.instance().socket(zmq.PUSH) if how == "zmq" else None
-            began = time.perf_counter()
-            if push is not None:
-                push.connect(at)
-            for _ in range(count):
-                if channel is not None:
-                    channel.put({"x": data}, timeout_s=60)
-                elif push is not None:
-                    push.send(data)
-                else:
-                    consumer.stdin.write(data)
-            consumer.stdin.flush()
-            assert consumer.stdout.readline() == b"done\n"
-            took = (time.perf_counter() - began) / count
-            if push is not None:
-                push.close()
-        return took
-
-    ways = {"rota": "", "pipe": " by a pipe"} | ({"zmq": " by zmq"} if zmq is not None else {})
-    timed.run(
-        {
-            f"a record of {text}{suffix}": partial(stream, how, size, count)
-            for text, size, count in (("64 KiB", 64 * KIB, 2000), ("1 MiB", MIB, 300))
-            for how, suffix in ways.items()
-        }
-    )
-    checks = {
-        "10,000 records of 64 KiB a second": judge(1 / timed.median("a record of 64 KiB"), 10_000, least=True),
-        "3,000 records of 1 MiB a second": judge(1 / timed.median("a record of 1 MiB"), 3_000, least=True),
-    }
-    return {"measures": timed.document(), "checks": checks}
-
-
 _READER = """
 import sys, rota.tensors
 def private():
@@ -532,14 +410,6 @@ BESIDE = (
     ("put", "put 64 MiB", "memcpy 64 MiB"),
     ("put", "put 64 MiB", "memcpy 64 MiB to shared memory"),
     ("put", "put 64 MiB", "ray.put 64 MiB"),
-    ("small", "put 4 KiB", "ray.put 4 KiB"),
-    ("small", "put 4 KiB", "SET of 4 KiB in Redis"),
-    ("small", "put and delete 64 KiB", "ray.put and del 64 KiB"),
-    ("small", "put and delete 64 KiB", "SET and DEL of 64 KiB in Redis"),
-    ("streams", "a record of 64 KiB", "a record of 64 KiB by a pipe"),
-    ("streams", "a record of 64 KiB", "a record of 64 KiB by zmq"),
-    ("streams", "a record of 1 MiB", "a record of 1 MiB by a pipe"),
-    ("streams", "a record of 1 MiB", "a record of 1 MiB by zmq"),
     ("restore", "restore from memory", "restore from disk"),
     ("restore", "publish to memory", "save to disk, synced"),
 )
@@ -582,13 +452,15 @@ def start_ray() -> tuple[Any, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["all"], help=" ".join((*PARTS, "all")))
+    parser.add_argument("what", nargs="*", default=["all"], help="get put memory restore recover reclaim start all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-ray", action="store_true")
     asked = parser.parse_args()
-    wanted = set(PARTS) if "all" in asked.what else set(asked.what)
+    wanted = (
+        {"get", "put", "memory", "restore", "recover", "reclaim", "start"} if "all" in asked.what else set(asked.what)
+    )
     home = Path(tempfile.mkdtemp(prefix="rb"))
-    ray, folder = (None, "") if asked.no_ray or not wanted & {"get", "put", "small"} else start_ray()
+    ray, folder = (None, "") if asked.no_ray or not wanted & {"get", "put"} else start_ray()
     machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 1), "kernel": platform.release()}
     result: dict[str, Any] = {"machine": machine, "python": platform.python_version(), "rounds": asked.rounds}
     try:
@@ -597,10 +469,6 @@ def main() -> int:
                 result["get"] = bench_get(plane, ray, asked.rounds)
             if "put" in wanted:
                 result["put"] = bench_put(plane, ray, asked.rounds)
-            if "small" in wanted:
-                result["small"] = bench_small(plane, ray, asked.rounds)
-            if "streams" in wanted:
-                result["streams"] = bench_streams(home, plane, asked.rounds)
             if "memory" in wanted:
                 result["memory"] = bench_memory(home, plane)
             if "restore" in wanted:

@@ -9,7 +9,7 @@ exhaustively, and unit tests take it as an in-memory registry. ``run`` takes and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rota.tensors.core import SLOTS_MAX
@@ -245,7 +245,7 @@ class ProtocolMachine:
         segment.used += 1
         return seg, off
 
-    def _commit(self, client: str, v: int, step: int | str = "", auto: int = 0, request: str = "") -> list[Any]:
+    def _commit(self, client: str, v: int) -> list[Any]:
         version = self.versions.get(v)
         if client not in self.clients:
             raise ScriptRefused("UNJOINED")
@@ -253,10 +253,7 @@ class ProtocolMachine:
             raise ScriptRefused("ABORTED")
         entry = self.names[version.name]
         if version.st == "r":
-            known = [a for a, rid in self.clients[client].own.items() if request and rid == request]
-            return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v, *self._places(known)]
-        if not isinstance(step, str) and version.st == "p":
-            version.s, version.auto = step, bool(auto)
+            return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v]
         why = self._refusal(version, v, entry)
         if why is not None:
             self._undo(v)
@@ -276,24 +273,7 @@ class ProtocolMachine:
         entry.pend -= 1
         if version.orphan == "drop":
             self.clients[client].drops[v] = version.name
-        ahead = self._reserve_ahead(client, version, entry, request) if request else []
-        return ["ready", v, entry.slot, first, _joined(keep), v, *self._places(ahead)]
-
-    def _reserve_ahead(self, client: str, version: Version, entry: Name, request: str) -> list[int]:
-        """The next version of a single tensor, like the one that was committed; none without room."""
-        segment = self.segments[version.seg]
-        try:
-            seg, off = self._take_block(version.blk, segment.count, segment.file)
-        except ScriptRefused:
-            return []
-        self.ids += 1
-        self.versions[self.ids] = replace(version, seg=seg, off=off, st="p", refs=0, parts=[])
-        self.clients[client].own[self.ids] = request
-        entry.pend += 1
-        return [self.ids]
-
-    def _places(self, versions: list[int]) -> list[Any]:
-        return [word for v in versions for word in (v, self.versions[v].seg, self.versions[v].off)]
+        return ["ready", v, entry.slot, first, _joined(keep), v]
 
     def _refusal(self, version: Version, v: int, entry: Name) -> ScriptRefused | None:
         fence = -1 if version.copied else self._fence_of(version.label)
@@ -335,13 +315,11 @@ class ProtocolMachine:
                 self._undo(other)
         return True
 
-    def _abort(self, client: str, *versions: int) -> int:
-        undone = 0
-        for v in versions:
-            if client in self.clients and v in self.clients[client].own:
-                self._undo(v)
-                undone += 1
-        return undone
+    def _abort(self, client: str, v: int) -> int:
+        if client not in self.clients or v not in self.clients[client].own:
+            return 0
+        self._undo(v)
+        return 1
 
     def _get(self, client: str, seq: int, *wanted: str) -> list[list[Any]]:
         if client not in self.clients:

@@ -486,7 +486,6 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     session.rings.end_all()
     session.release_ended()
     swept = session.sweep()
-    session.writer.ahead.end_idle(0)
     trimmed = session.writer.free_room()
     dropped: list[Dropped] = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
     for v, fields, uuid, keeper in _on_devices(space, space.registry.dump()):

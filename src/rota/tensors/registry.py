@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rota.runtime.clock import Clock
 from rota.runtime.redis.client import Address, Argument, Exchange, RedisClient, ReplyError, Script
@@ -40,7 +40,7 @@ class VersionRequest:
     name: str
     kind: str
     epoch: int
-    step: int | None = field(compare=False)
+    step: int | None
     label: str
     block: int
     count: int
@@ -55,17 +55,6 @@ class VersionRequest:
     world: int = 1
     direct: bool = False
     copied: bool = False
-
-
-class CommitOrder(NamedTuple):
-    """A pending version to be made current. ``step`` replaces the one it was reserved with, if that was done ahead;
-    ``auto``: the caller left the step open. ``ahead``: a request id with which the next version of the same tensor is
-    reserved along with it."""
-
-    version: int
-    step: int | None = None
-    auto: bool = False
-    ahead: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +72,7 @@ class Reserved:
 class CommitResult:
     """What a commit did: the version that became current, or how many parts of the step have come.
 
-    ``current`` is the current version of the name afterwards: what the generation table must say. ``ahead`` is the next
-    version, if that was to be reserved and there was room.
+    ``current`` is the current version of the name afterwards: what the generation table must say.
     """
 
     ready: bool
@@ -94,7 +82,6 @@ class CommitResult:
     kept: tuple[int, ...]
     current: int
     received: int = 0
-    ahead: Reserved | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,24 +264,21 @@ class Registry:
         replies = self.machine.run_many("reserve", [(client, request, *_asked(ask)) for request, ask in asks])
         return [reply if isinstance(reply, ScriptRefused) else _reserved(reply) for reply in replies]
 
-    def commit(
-        self, client: str, version: int, step: int | None = None, *, auto: bool = False, ahead: str = ""
-    ) -> CommitResult:
-        """Make a pending version current, or hand in a part; the rest as in ``CommitOrder``."""
-        order = CommitOrder(version, step, auto, ahead)
-        return _committed(order, self.machine.run("commit", client, *_ordered(order)))
+    def commit(self, client: str, version: int) -> CommitResult:
+        """Make a pending version current, or hand in a part."""
+        return _committed(version, self.machine.run("commit", client, version))
 
-    def commit_many(self, client: str, orders: Sequence[CommitOrder]) -> list[CommitResult | ScriptRefused]:
+    def commit_many(self, client: str, versions: Sequence[int]) -> list[CommitResult | ScriptRefused]:
         """``commit`` of each, in one round trip."""
-        replies = self.machine.run_many("commit", [(client, *_ordered(order)) for order in orders])
+        replies = self.machine.run_many("commit", [(client, version) for version in versions])
         return [
-            reply if isinstance(reply, ScriptRefused) else _committed(order, reply)
-            for order, reply in zip(orders, replies, strict=True)
+            reply if isinstance(reply, ScriptRefused) else _committed(version, reply)
+            for version, reply in zip(versions, replies, strict=True)
         ]
 
-    def abort(self, client: str, *versions: int) -> int:
-        """Undo pending versions but those that are gone or were committed; how many it undid."""
-        return self.machine.run("abort", client, *versions)
+    def abort(self, client: str, version: int) -> bool:
+        """Undo a pending version; False when it is gone or was committed."""
+        return self.machine.run("abort", client, version) == 1
 
     def get(self, client: str, seq: int, wanted: Sequence[tuple[str, str]]) -> list[Leased]:
         """Lease one version of each name as of one moment; see get.lua for the selectors."""
@@ -442,18 +426,12 @@ def _reserved(reply: Sequence[Reply]) -> Reserved:
     return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
 
 
-def _ordered(order: CommitOrder) -> tuple[Argument, ...]:
-    step = "" if order.step is None else order.step
-    return order.version, step, int(order.auto), order.ahead
-
-
-def _committed(order: CommitOrder, reply: Sequence[Reply]) -> CommitResult:
-    kind, value, slot, first, kept, current, *ahead = reply
+def _committed(version: int, reply: Sequence[Reply]) -> CommitResult:
+    kind, value, slot, first, kept, current = reply
     ready = _text(kind) == "ready"
     return CommitResult(
-        ready=ready, version=int(value) if ready else order.version, slot=int(slot), first=int(first) == 1,
+        ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
         kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
-        ahead=_reserved([ahead[0], slot, *ahead[1:], 0]) if ahead else None,
     )  # fmt: skip
 
 

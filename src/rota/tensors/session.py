@@ -384,7 +384,6 @@ class Session:
             now_s = self.clock.monotonic_s()
             with self._noting_failures():
                 self.release_ended()
-                self.writer.ahead.end_idle()
                 if now_s >= next_age_s:
                     linger, next_age_s = now_s >= next_linger_s, now_s + _AGE_S
                     next_linger_s = now_s + _LINGER_S if linger else next_linger_s

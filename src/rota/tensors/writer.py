@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -19,9 +18,8 @@ from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import cores_allowed
 from rota.runtime.random import RandomSource
-from rota.spec.errors import BadInput, RegistryUnavailable, RotaError
+from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
-from rota.tensors.ahead import Ahead
 from rota.tensors.arrays import Bytes, Layout, TensorSource
 from rota.tensors.core import (
     WORLD_MAX,
@@ -34,7 +32,7 @@ from rota.tensors.core import (
 from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
-from rota.tensors.registry import CommitOrder, CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
+from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
 from rota.tensors.space import Published, Space
 
@@ -45,8 +43,6 @@ _POLL_S: Final = 0.005
 _STEPS_MAX: Final = 256
 _BATCH_MAX: Final = 64
 """Names in one round trip: for each the registry looks through the pending ones of this client."""
-_KEPT_DRAFTS_MAX: Final = 256
-_KEPT_TENSORS_MAX: Final = 8
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: dumps() would make one a call
 
 
@@ -117,8 +113,6 @@ class Pending:
     reserved: Reserved
     header: BlockHeader
     place: DevicePlace | None = None
-    ahead: bool = False
-    """It was reserved with the publish before it, and its step chosen here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +137,6 @@ class TensorWriter:
         self._random = random_source
         self.copier = copier
         self._groups: dict[str, deque[int]] = {}
-        self.ahead = Ahead(space, random_source)
         self.in_flight: set[int] = set()
         """Versions that are being written; a rebuilt registry may take others for it, which were given up."""
 
@@ -245,13 +238,11 @@ class TensorWriter:
         """
         ask = _ask(name, kind, draft, order, life)
         self._space.reap_some(ask.block)
-        if (found := self._take_ahead(ask, draft)) is not None:
-            return found
         for _ in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
             except errors.OutOfMemory as full:
-                if self.ahead.end_idle(0) + self._space.reap():
+                if self._space.reap():
                     continue
                 on_device = draft.device and not isinstance(full, errors.QuotaExceeded)
                 if not (self.evict(draft.total) if on_device else self._make_room(ask.file)):
@@ -261,21 +252,6 @@ class TensorWriter:
         except errors.OutOfMemory:
             self.free_room()  # the file that could not be made
             raise
-
-    def _take_ahead(self, ask: VersionRequest, draft: Draft) -> Pending | None:
-        """What was reserved for this publish with the one before it; as ``_occupy``."""
-        taken = self.ahead.take(ask)
-        if taken is None:
-            return None
-        try:
-            pending = self._allocate(ask, draft, taken[0], spill=False)
-        except errors.OutOfMemory:
-            return None
-        pending.ahead = True
-        if self._space.table.epoch == taken[1]:
-            return self._begin(pending)
-        self._forget(pending)
-        return None
 
     def _occupy(self, ask: VersionRequest, draft: Draft, *, spill: bool = False) -> Pending:
         """Reserve a block, make its memory exist and write the header; undone when that fails.
@@ -371,44 +347,27 @@ class TensorWriter:
 
     def commit_many(self, pendings: Sequence[Pending]) -> list[Version | ScriptRefused]:
         """``commit`` of each, in one round trip; those that are refused are undone."""
+        space = self._space
+        versions = [pending.reserved.version for pending in pendings]
         for pending in pendings:
             self._seal(pending)
-        first = pendings[0]
-        request = self.ahead.request(first.ask) if len(pendings) == 1 and not first.draft.device else ""
-        orders = [_order(pending, request) for pending in pendings]
-        try:
-            replies, epoch = self._commit_in(pendings, orders)
-            if request and isinstance(done := replies[0], CommitResult):
-                self.ahead.keep(first.ask, done, first.reserved.step, epoch)
-        except RegistryUnavailable:
-            raise
-        except BaseException:
-            if request:
-                self.ahead.undo(request, first.ask)
-            raise
-        self.in_flight.difference_update(order.version for order in orders)
-        return [
-            done if isinstance(done, ScriptRefused) else self._published(pending, done)
-            for pending, done in zip(pendings, replies, strict=True)
-        ]
-
-    def _commit_in(
-        self, pendings: Sequence[Pending], orders: Sequence[CommitOrder]
-    ) -> tuple[list[CommitResult | ScriptRefused], int]:
-        """Commit in the locks of all slots; the replies, and the epoch of the registry that gave them."""
-        space = self._space
         with space.table.slot_locks((each.reserved.slot, each.name) for each in pendings):
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
-                replies = space.retry(lambda: space.registry.commit_many(space.client, orders))
+                replies = space.retry(lambda: space.registry.commit_many(space.client, versions))
                 failpoint("committed")
                 for pending, done in zip(pendings, replies, strict=True):
                     self._show(pending, done)
                 failpoint("slot-stored")
                 if space.table.epoch == epoch:
-                    return replies, epoch
-                # the registry was rebuilt, maybe from a header that did not say ready yet: commit again
-        raise errors.Aborted(f"{pendings[0].name}: the registry was rebuilt repeatedly", name=pendings[0].name)
+                    break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
+            else:
+                raise errors.Aborted(f"{pendings[0].name}: the registry was rebuilt repeatedly", name=pendings[0].name)
+        self.in_flight.difference_update(versions)
+        return [
+            done if isinstance(done, ScriptRefused) else self._published(pending, done)
+            for pending, done in zip(pendings, replies, strict=True)
+        ]
 
     def _seal(self, pending: Pending) -> None:
         """Say in the header that the bytes are complete."""
@@ -543,13 +502,6 @@ class TensorWriter:
             os.close(fd)
 
 
-def _order(pending: Pending, request: str) -> CommitOrder:
-    reserved = pending.reserved
-    if pending.ahead:
-        return CommitOrder(reserved.version, reserved.step, pending.ask.step is None, request)
-    return CommitOrder(reserved.version, ahead=request)
-
-
 def _ask(name: str, kind: str, draft: Draft, order: PublishOrder, life: Life) -> VersionRequest:
     cls = core.size_class(draft.front, draft.payload)
     return VersionRequest(
@@ -567,18 +519,11 @@ def lay_out(
 
     Raises BadInput unless ``meta`` is a JSON value.
     """
-    make = _lay_out if meta is not None or len(tensors) > _KEPT_TENSORS_MAX else _lay_out_kept
-    return make(tuple(tensors), order.label, life, meta, device)
-
-
-def _lay_out(
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], label: str, life: Life, meta: Json, device: str
-) -> Draft:
     sizes = [payload_bytes(dtype, shape) for _, dtype, shape in tensors]
     offsets, total = core.pack(sizes)
     payload = PLACE_BYTES if device else total
     rows = [[*each, offset, size] for each, offset, size in zip(tensors, offsets, sizes, strict=True)]
-    facts = {"tensors": rows, "label": label, "retain": life.retain, "orphan": life.orphan}
+    facts = {"tensors": rows, "label": order.label, "retain": life.retain, "orphan": life.orphan}
     flags = {"mutable": life.mutable, "evictable": life.evictable} | ({"device": device} if device else {})
     try:
         manifest = _json({**facts, **flags, "meta": meta}).encode()
@@ -593,10 +538,6 @@ def _lay_out(
         for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)
     )
     return Draft(layouts, manifest, front, payload, total, _json(describe(rows, device)), device)
-
-
-_lay_out_kept = lru_cache(maxsize=_KEPT_DRAFTS_MAX)(_lay_out)
-"""For what is published again and again."""
 
 
 THREADS: Final = "ROTA_TENSORS_COPY_THREADS"

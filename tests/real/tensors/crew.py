@@ -210,7 +210,6 @@ def left_over(plane: Plane) -> dict[str, Any]:
     """What a namespace without names should not have: a dead client, a version or a byte that no view here holds."""
     plane._session.release_ended()
     plane._session.sweep()
-    plane._writer.ahead.end_idle(0)
     dump = plane._space.registry.dump()
     held = {version for version, _ in plane._space.leases.live()}
     versions = {int(key[2:]): fields for key, fields in dump.items() if key.startswith("v:")}

@@ -22,7 +22,7 @@ from tests.real.tensors.crew import DEEP, Cases, Crew, clean, stop_housekeeping,
 import rota.tensors
 from rota.runtime.clock import SystemClock
 from rota.runtime.redis import client as redis_client
-from rota.tensors import ahead, errors
+from rota.tensors import errors
 from rota.tensors.api.store import Plane
 from rota.tensors.registry import SCRIPTS
 
@@ -87,7 +87,6 @@ def test_a_command_whose_reply_was_lost_is_done_once(
 ) -> None:
     """The client repeats a command over a new connection; when that fails too, the registry counts as lost."""
     stop_housekeeping(plane)
-    monkeypatch.setattr(ahead, "_IN_A_ROW", 1 << 30)  # each publish reserves: with a version ahead it is test_ahead.py
     plane._session.machine.client.call("SCRIPT", "LOAD", SCRIPTS[script].body)  # else "unknown script" would be lost
     real: Callable[..., Any] = redis_client._Connection.exchange
     for _ in cases(4, plane, 5, deep=20):
@@ -106,7 +105,7 @@ def test_a_command_whose_reply_was_lost_is_done_once(
         monkeypatch.setattr(redis_client._Connection, "exchange", exchange)
         LOST[script](plane)
         assert lost == [script] * asked
-        monkeypatch.setattr(redis_client._Connection, "exchange", real)
+        monkeypatch.undo()
         stats = clean(plane)
         assert stats["versions"] == ({} if script == "delete" else {"ready": 1})
         assert sum(stats["versions"].values()) == stats["names"]
@@ -263,7 +262,7 @@ def test_processes_that_put_get_and_delete_at_once_never_see_a_wrong_byte(
     seconds = 60 if DEEP else 0.3
     code = f"""
         import random, time, zlib
-        from rota.tensors import ahead, errors
+        from rota.tensors import errors
         rng, until, done = random.Random(os.getpid()), time.monotonic() + {seconds}, 0
         while done < 40 or time.monotonic() < until:
             name = f'x/{{rng.randrange(6)}}'
@@ -294,7 +293,7 @@ def test_processes_that_put_get_and_delete_at_once_never_see_a_wrong_byte(
 def test_two_publishers_of_one_name_are_never_seen_torn_or_backwards(plane: Plane, actors: Crew, cases: Cases) -> None:
     count = 10_000 if DEEP else 150
     writer = f"""
-        from rota.tensors import ahead, errors
+        from rota.tensors import errors
         for step in range({count}):
             try: plane.put('w', np.full(3000, step), step=step)
             except (errors.LostRace, errors.StaleStep): pass

@@ -53,8 +53,7 @@ call = st.one_of(
     st.tuples(st.just("reserve_again"), _client),
     st.tuples(st.just("commit"), _index),
     st.tuples(st.just("commit"), _index),
-    st.tuples(st.just("commit_ahead"), _index, st.none() | st.integers(-1, 3), st.booleans(), st.booleans()),
-    st.tuples(st.just("abort"), _index, _index),
+    st.tuples(st.just("abort"), _index),
     st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
     st.tuples(st.just("get_version"), _client, _index, st.sampled_from("vh")),
     st.tuples(st.just("reap"), _index),
@@ -120,24 +119,10 @@ class Driver:
             return self.registry.commit(client, version)
         return None
 
-    def commit_ahead(self, index: int, step: int | None, auto: bool, again: bool) -> Any:
-        """Commit a single tensor and reserve its next version; its reply may be lost and the commit come again."""
-        if not self.reserved:
-            return None
-        client, version, name = self.reserved[-1 - index % len(self.reserved)]
-        if name == "g":
-            return None
-        self.requests += 1
-        for _ in range(1 + again):
-            done = self.registry.commit(client, version, step, auto=auto, ahead=f"a{self.requests}")
-        if done.ahead is not None:
-            self.reserved.append((client, done.ahead.version, name))
-        return done
-
-    def abort(self, index: int, other: int) -> Any:
+    def abort(self, index: int) -> Any:
         if self.reserved:
             client, version, _ = self.reserved[-1 - index % len(self.reserved)]
-            return self.registry.abort(client, version, self.reserved[-1 - other % len(self.reserved)][1])
+            return self.registry.abort(client, version)
         return None
 
     def get(self, client: str, name: str, selector: str) -> Any:

@@ -1,11 +1,5 @@
--- abort client version...: undo pending versions of the caller; harmless for those that are gone or were committed. How many
--- it undid.
+-- abort client version: undo the caller's pending version; harmless when it is gone or was committed.
 if stale() then return refuse('EPOCH') end
-local undone = 0
-for i = 4, #ARGV do
-  if call('HEXISTS', P .. 'c:' .. ARGV[3] .. ':o', ARGV[i]) == 1 then
-    abort(ARGV[i])
-    undone = undone + 1
-  end
-end
-return undone
+if call('HEXISTS', P .. 'c:' .. ARGV[3] .. ':o', ARGV[4]) == 0 then return 0 end
+abort(ARGV[4])
+return 1

@@ -1,41 +1,13 @@
--- commit client version step auto rid: make a pending version the current one of its name, or one part of a group step.
--- `step` unless '' replaces the reserved one, `auto` 1 says that the caller left it open. `rid` unless '' reserves the next
--- version of that single tensor for the caller, of the same size; without room there is none.
--- Returns {'ready', head, slot, first, kept ids, current, [next version, segment, offset]} or
--- {'part', received, slot, 0, '', current}; a refusal aborts it.
+-- commit client version: make a pending version the current one of its name, or one part of a group step.
+-- Returns {'ready', head, slot, first, kept ids, current} or {'part', received, slot, 0, '', current}; a refusal aborts it.
 if stale() then return refuse('EPOCH') end
-local client, v, rid = ARGV[3], ARGV[4], ARGV[7]
+local client, v = ARGV[3], ARGV[4]
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
 local f = call('HMGET', P .. 'v:' .. v, 'st', 'name', 'e', 's', 'label', 'part', 'world', 'retain', 'auto', 'orphan', 'evict', 'head', 'copy')
-if ARGV[5] ~= '' and f[1] == 'p' then f[4], f[9] = ARGV[5], ARGV[6] end
 local st, name, e, s, world = f[1], f[2], tonumber(f[3]), tonumber(f[4]), tonumber(f[7])
 if not st or st == 'd' then return refuse('ABORTED') end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'hist', 'pe')
-
--- The reply, with the version that was reserved with `rid`; made now unless this is the commit once more.
-local function ready(head, first, hist, current, once_more)
-  local out, ahead, seg, off = {'ready', head, n[4], first, hist, current}, nil, nil, nil
-  if rid == '' then return out end
-  if once_more then
-    ahead = own_of(client, rid)
-    if ahead then seg, off = unpack(call('HMGET', P .. 'v:' .. ahead, 'seg', 'off')) end
-  else
-    local all, at = call('HGETALL', P .. 'v:' .. v), {}
-    for i = 1, #all, 2 do at[all[i]] = i + 1 end
-    local s = call('HMGET', P .. 's:' .. all[at['seg']], 'count', 'file')
-    seg, off = take_block(all[at['blk']], tonumber(s[1]), tonumber(s[2]))
-    if seg then
-      ahead = string.format('%d', call('INCR', P .. 'ver'))
-      for field, value in pairs({st = 'p', refs = 0, seg = seg, off = off, at = NOW}) do all[at[field]] = value end
-      call('HSET', P .. 'v:' .. ahead, unpack(all))
-      call('HSET', P .. 'c:' .. client .. ':o', ahead, rid)
-      call('HINCRBY', P .. 'n:' .. name, 'pend', 1)
-    end
-  end
-  if ahead then out[7], out[8], out[9] = ahead, seg, off end
-  return out
-end
-if st == 'r' then return ready(f[12] or v, '0', n[5], n[1], true) end
+if st == 'r' then return {'ready', f[12] or v, n[4], '0', n[5], n[1]} end
 
 local function refused()
   local fence = f[13] == '1' and -1 or fence_of(f[5])
@@ -90,11 +62,11 @@ for _, id in ipairs(old) do
   if step and tonumber(step) < s and #keep < tonumber(f[8]) - 1 then keep[#keep + 1] = id else doom(id) end
 end
 local hist = table.concat(keep, ' ')
-call('HSET', P .. 'v:' .. v, 'st', 'r', 's', f[4])
+call('HSET', P .. 'v:' .. v, 'st', 'r')
 call('HDEL', P .. 'c:' .. client .. ':o', v)
 call('HSET', P .. 'n:' .. name, 'v', v, 'e', f[3], 's', f[4], 'hist', hist, 'label', f[5])
 call('HINCRBY', P .. 'n:' .. name, 'pend', -1)
 if f[10] == 'drop' then call('HSET', P .. 'c:' .. client .. ':d', v, name) end
 if f[11] == '1' then call('ZADD', P .. 'evict', NOW, name) end
 event('published', name, v, f[4])
-return ready(v, n[1] == '0' and '1' or '0', hist, v)
+return {'ready', v, n[4], n[1] == '0' and '1' or '0', hist, v}

@@ -76,43 +76,6 @@ local function row_of(name, v, slot, current)
   return out
 end
 
--- The next free block of a size, from the free list or the newest file; nothing and the bytes of all files when a new
--- file would be beyond the quota.
-local function take_block(blk, count, file)
-  local seg, off
-  local free = call('RPOP', P .. 'free:' .. blk)
-  if free then
-    seg, off = string.match(free, '(%S+) (%S+)')
-  else
-    seg = call('GET', P .. 'cur:' .. blk)
-    local at = seg and tonumber(call('HGET', P .. 's:' .. seg, 'next') or count) or count
-    if at >= count then
-      local quota = call('HGET', P .. 'cfg', 'quota')
-      local files = tonumber(call('HGET', P .. 'bytes', 'files') or '0')
-      if quota and files + file > tonumber(quota) then return nil, files, quota end
-      seg, at = 'seg-' .. blk .. '-' .. call('INCR', P .. 'ver'), 0
-      call('HSET', P .. 's:' .. seg, 'blk', blk, 'count', count, 'file', file, 'next', 0, 'used', 0)
-      call('SADD', P .. 'segs', seg)
-      call('HINCRBY', P .. 'bytes', 'files', file)
-      call('SET', P .. 'cur:' .. blk, seg)
-    end
-    call('HINCRBY', P .. 's:' .. seg, 'next', 1)
-    off = string.format('%d', at * tonumber(blk))
-  end
-  call('HINCRBY', P .. 's:' .. seg, 'used', 1)
-  call('ZREM', P .. 'idle', seg)
-  call('HINCRBY', P .. 'bytes', 'used', blk)
-  return seg, off
-end
-
--- The pending version that a client reserved with this request id.
-local function own_of(client, rid)
-  local own = call('HGETALL', P .. 'c:' .. client .. ':o')
-  for i = 1, #own, 2 do
-    if own[i + 1] == rid then return own[i] end
-  end
-end
-
 -- A name without a version and without anything on the way gives its slot back.
 local function forget_if_empty(name)
   local n = call('HMGET', P .. 'n:' .. name, 'v', 'pend', 'slot')

@@ -5,10 +5,12 @@ if stale() then return refuse('EPOCH') end
 local client, rid, name, kind, epoch, step, label = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local blk, count, file, auto = ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), '0'
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
-local known = own_of(client, rid)
-if known then
-  local f = call('HMGET', P .. 'v:' .. known, 'seg', 'off', 's')
-  return {known, call('HGET', P .. 'n:' .. name, 'slot'), f[1], f[2], f[3]}
+local own = call('HGETALL', P .. 'c:' .. client .. ':o')
+for i = 1, #own, 2 do
+  if own[i + 1] == rid then
+    local f = call('HMGET', P .. 'v:' .. own[i], 'seg', 'off', 's')
+    return {own[i], call('HGET', P .. 'n:' .. name, 'slot'), f[1], f[2], f[3]}
+  end
 end
 
 local fence = ARGV[22] == '1' and -1 or fence_of(label)
@@ -28,8 +30,31 @@ if not n[4] and call('LLEN', P .. 'slotfree') == 0
     and tonumber(call('HGET', P .. 'cfg', 'slots')) >= tonumber(call('HGET', P .. 'cfg', 'slots_max')) then
   return refuse('SLOTS')
 end
-local seg, off, quota = take_block(blk, count, file)
-if not seg then return refuse('QUOTA', off, quota) end
+local seg, off
+local free = call('RPOP', P .. 'free:' .. blk)
+if free then
+  seg, off = string.match(free, '(%S+) (%S+)')
+else
+  seg = call('GET', P .. 'cur:' .. blk)
+  local at = seg and tonumber(call('HGET', P .. 's:' .. seg, 'next') or count) or count
+  if at >= count then
+    local quota = call('HGET', P .. 'cfg', 'quota')
+    local files = tonumber(call('HGET', P .. 'bytes', 'files') or '0')
+    if quota and files + file > tonumber(quota) then
+      return refuse('QUOTA', files, quota)
+    end
+    seg, at = 'seg-' .. blk .. '-' .. call('INCR', P .. 'ver'), 0
+    call('HSET', P .. 's:' .. seg, 'blk', blk, 'count', count, 'file', file, 'next', 0, 'used', 0)
+    call('SADD', P .. 'segs', seg)
+    call('HINCRBY', P .. 'bytes', 'files', file)
+    call('SET', P .. 'cur:' .. blk, seg)
+  end
+  call('HINCRBY', P .. 's:' .. seg, 'next', 1)
+  off = string.format('%d', at * tonumber(blk))
+end
+call('HINCRBY', P .. 's:' .. seg, 'used', 1)
+call('ZREM', P .. 'idle', seg)
+call('HINCRBY', P .. 'bytes', 'used', blk)
 
 local v = string.format('%d', call('INCR', P .. 'ver'))
 call('HSET', P .. 'v:' .. v, 'st', 'p', 'name', name, 'refs', 0, 'owner', client, 'label', label, 'e', epoch, 's', step,

@@ -5,22 +5,95 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from rota.cluster.live import Scheduler
+    from rota.cluster.sim.runs import CompareDocument, FillDocument, ReplayDocument, SimDocument
     from rota.service.api import JobBody
     from rota.service.control.submission import Submission
     from rota.service.jobfile.problems import Problem
     from rota.service.models.cluster import PlanReport
     from rota.service.models.jobs import GraphDocument
-    from rota.spec.codec import JsonObject
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
     from rota.spec.resources import Node
+
+    class SimRun(SimDocument):
+        """The document of ``rota sim run``."""
+
+        api: str
+        kind: str
+
+    class SimReplay(ReplayDocument):
+        """The document of ``rota sim run --log``."""
+
+        api: str
+        kind: str
+        log: str
+
+    class SimCompare(CompareDocument):
+        """The document of ``rota sim compare``."""
+
+        api: str
+        kind: str
+
+    class SimFill(FillDocument):
+        """The document of ``rota sim fgd``."""
+
+        api: str
+        kind: str
+
+
+class RunOptions(TypedDict, total=False):
+    """What ``run_sim`` takes beside the files and the profile."""
+
+    scale: float
+    seed: int
+    out_jobs: Path | None
+    all_jobs: bool
+    plots: Path | None
+
+
+class CompareOptions(TypedDict, total=False):
+    """What ``compare`` takes beside the files and the profiles."""
+
+    scale: float
+    seed: int
+    tolerance_s: float
+    plots: Path | None
+
+
+class SimCosts(TypedDict, total=False):
+    """The ``Overheads`` that flags set."""
+
+    start_s: float
+    checkpoint_s: float
+    restore_s: float
+    sharing_speed: float
+
+
+class ReplayedCase(TypedDict):
+    """One recorded case; ``why`` it failed."""
+
+    id: str
+    ok: bool
+    why: str | None
+
+
+class SimCases(TypedDict):
+    """The document of ``rota sim cases``."""
+
+    api: str
+    kind: str
+    passed: int
+    failed: int
+    cases: list[ReplayedCase]
 
 
 API = "rota/v1"
@@ -48,7 +121,7 @@ def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     stores = load_settings().store_urls
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), random_source=SystemRandom(), stores=stores)
-    return cast("PlanReport", {"api": API, **asyncio.run(intake.plan(_submission(body), caller=None))})
+    return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 
 def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = None) -> None:
@@ -122,45 +195,15 @@ def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
     return scheduler
 
 
-def _document(kind: str, found: Mapping[str, Any]) -> JsonObject:
-    return {"api": API, "kind": kind, **found}
-
-
-def sim_run(
-    trace: Path,
-    vcs: Path,
-    profile: str,
-    *,
-    start_s: float,
-    checkpoint_s: float,
-    restore_s: float,
-    sharing_speed: float,
-    scale: float,
-    seed: int,
-    out_jobs: Path | None,
-    all_jobs: bool,
-    plots: Path | None,
-) -> JsonObject:
-    """``SimRun``: a trace played under a profile with those ``Overheads``. Raises TraceError and UnknownName."""
+def sim_run(trace: Path, vcs: Path, profile: str, *, costs: SimCosts, **given: Unpack[RunOptions]) -> SimRun:
+    """``SimRun``: a trace played under a profile, as ``run_sim`` takes it. Raises TraceError and UnknownName."""
     from rota.cluster.sim.runs import run_sim
     from rota.cluster.sim.simulate import Overheads
 
-    overheads = Overheads(start_s=start_s, checkpoint_s=checkpoint_s, restore_s=restore_s, sharing_speed=sharing_speed)
-    given = run_sim(
-        trace,
-        vcs,
-        profile,
-        scale=scale,
-        seed=seed,
-        out_jobs=out_jobs,
-        all_jobs=all_jobs,
-        plots=plots,
-        overheads=overheads,
-    )
-    return _document("SimRun", given)
+    return {"api": API, "kind": "SimRun", **run_sim(trace, vcs, profile, overheads=Overheads(**costs), **given)}
 
 
-def sim_replay(log: Path, profile: str) -> JsonObject:
+def sim_replay(log: Path, profile: str) -> SimReplay:
     """``SimReplay``: the decisions of a recorded event log, made again and compared.
 
     ``log`` is the database of an installation, or a JSON document with ``records``. Raises BadInput and UnknownName.
@@ -170,7 +213,7 @@ def sim_replay(log: Path, profile: str) -> JsonObject:
     from rota.job.core.placement import requests_of
 
     given = replayed(_records(log), get_profile(profile), requests_of)
-    return _document("SimReplay", {"log": log.name, **given})
+    return {"api": API, "kind": "SimReplay", "log": log.name, **given}
 
 
 def _records(log: Path) -> Iterator[Record]:
@@ -204,29 +247,27 @@ def _records(log: Path) -> Iterator[Record]:
         raise BadInput(f"--log {log}: not a recorded log: {error!r}") from error
 
 
-def sim_compare(
-    trace: Path, vcs: Path, profiles: list[str], *, scale: float, seed: int, tolerance_s: float, plots: Path | None
-) -> JsonObject:
+def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Unpack[CompareOptions]) -> SimCompare:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
     from rota.cluster.sim.runs import compare
 
-    given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s, plots=plots)
-    return _document("SimCompare", given)
+    return {"api": API, "kind": "SimCompare", **compare(trace, vcs, profiles, **given)}
 
 
-def sim_cases(file: Path, profile: str) -> JsonObject:
+def sim_cases(file: Path, profile: str) -> SimCases:
     """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form, and as ``load_proof``."""
     from rota.service.plans import load_proof
 
-    return _document("SimCases", load_proof("cases", "readers of recorded cases").run_cases(file, profile))
+    found = load_proof("cases", "readers of recorded cases").run_cases(file, profile)
+    return cast("SimCases", {"api": API, "kind": "SimCases", **found})
 
 
-def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> JsonObject:
+def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> SimFill:
     """``SimFill``: a cluster filled with tasks under a placement. Raises TraceError and UnknownName."""
     from rota.cluster.sim.runs import fill
     from rota.runtime.clock import SystemClock
 
-    return _document("SimFill", fill(nodes, pods, policy, seed, SystemClock()))
+    return {"api": API, "kind": "SimFill", **fill(nodes, pods, policy, seed, SystemClock())}
 
 
 def export_checkpoint(folder: Path, target: Path) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.formatting import amount, lasting
-from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.offline import CompareOptions, RunOptions, SimCosts
 
 TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
 VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
@@ -65,24 +67,14 @@ def run(
             raise BadInput(f"--{flag} {seconds:g}: a number of seconds, 0 or more")
     if not 0 < sharing_speed <= 1:
         raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
-
-    def play() -> JsonObject:
-        return sim_run(
-            trace,
-            vcs,
-            profile,
-            start_s=start_s,
-            checkpoint_s=checkpoint_s,
-            restore_s=restore_s,
-            sharing_speed=sharing_speed,
-            scale=scale,
-            seed=seed,
-            out_jobs=out_jobs,
-            all_jobs=jobs,
-            plots=plots,
-        )
-
-    return flags.show(play, partial(_run, jobs=jobs))
+    costs: SimCosts = {
+        "start_s": start_s,
+        "checkpoint_s": checkpoint_s,
+        "restore_s": restore_s,
+        "sharing_speed": sharing_speed,
+    }
+    given: RunOptions = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots}
+    return flags.show(lambda: sim_run(trace, vcs, profile, costs=costs, **given), partial(_run, jobs=jobs))
 
 
 def compare(
@@ -108,9 +100,8 @@ def compare(
     if not names:
         raise BadInput("--profiles names none", hint="for example private,pool")
     _positive(scale)
-    return flags.show(
-        lambda: sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance, plots=plots), _compare
-    )
+    given: CompareOptions = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
+    return flags.show(lambda: sim_compare(trace, vcs, names, **given), _compare)
 
 
 def fgd(

@@ -224,6 +224,40 @@ def test_an_admission_that_came_after_the_loss_of_its_node_is_taken_back_with_a_
     assert [one["number"] for one in different] == [stale.number]
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        (NodeLost(node=NodeId("n0")),),
+        (NodeLost(node=NodeId("n0")), NodeMarked(node=NodeId("n0"), health=Health.BAD)),
+        (NodeLost(node=NodeId("n0")), NodeJoined(node=machine(9, 4)), NodeJoined(node=machine(0, 4))),
+    ],
+    ids=["lost", "lost and marked", "lost and back"],
+)
+def test_what_is_laid_out_follows_from_the_log_and_not_from_when_it_was_read(events: tuple[Event, ...]) -> None:
+    log = Log("default")
+    for event in (*(NodeJoined(node=machine(i, 4)) for i in range(NODES)), *events):
+        log.add(event, None, 0.0)
+    read, unread = (Scheduler(get_profile("default"), requests_of) for _ in range(2))
+    for record in log.records:
+        read.apply(record)
+        assert read.state is not None
+        unread.apply(record)
+    assert [one.id for one in read.state.nodes] == [one.id for one in unread.state.nodes]
+    assert read.state.node_health.tolist() == unread.state.node_health.tolist()
+
+
+def test_a_mark_on_a_lost_node_does_not_bring_it_back() -> None:
+    log = Log("default")
+    for event in (
+        *(NodeJoined(node=machine(i, 4)) for i in range(2)),
+        NodeLost(node=NodeId("n0")),
+        NodeMarked(node=NodeId("n0"), health=Health.HEALTHY),
+    ):
+        log.add(event, None, 0.0)
+    log.submit("wide", 2, 4)
+    assert not any(isinstance(event, JobAdmitted) for _, event in log.decide(1.0))
+
+
 def test_a_gang_that_was_granted_after_the_loss_of_its_node_holds_nothing_and_is_asked_for_again() -> None:
     drawn = Drawn("default")
     for one in [("submit", 0, 2), ("decide", 0, 0), ("append", 0, 0), ("grown", 0, 0), ("decide", 0, 0)]:

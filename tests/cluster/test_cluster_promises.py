@@ -143,6 +143,14 @@ def test_devices_that_are_promised_are_not_kept_for_a_larger_job_of_the_same_que
     assert running(s) == {"need"}  # in a queue priority stands above what a smaller job is promised
 
 
+def test_a_gang_beyond_its_promise_that_waits_for_long_holds_up_no_job_that_the_promise_covers() -> None:
+    queues = (Queue(path="red", guaranteed=gpus(4)), Queue(path="blue", guaranteed=gpus(4)))
+    s = state(node("n"), node("m"), queues=queues)
+    assert played("default", s, ask("need", slot(4), queue="blue"), ask("big", slot(4), slot(2), queue="red")) == []
+    assert played("default", s, ask("more", slot(4), queue="red"), at=get_profile("default").starve_s + 60) == []
+    assert running(s) == {"need", "more"}
+
+
 def played(profile: str, s: State, *asks: JobAsk, at: float = 0.0) -> list[JobId]:
     """The jobs that are stopped when these arrive one after the other; who is stopped lets go at once."""
     stopped = list[JobId]()

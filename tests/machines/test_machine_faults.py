@@ -156,6 +156,7 @@ def test_of_a_job_that_is_stopped_nothing_is_left_on_any_machine(job: Watched) -
     over.ended(job.id)
     job.check_faults()
     over.until(lambda: [*job.processes().values(), *over.tensors().values()], [[]] * 6)
+    assert over.json("show", job.id)["state"] == "CANCELLED"
 
 
 @long

@@ -27,11 +27,15 @@ pytest.importorskip("fsspec")
 JOB = "name: reads\ndata: {url}\nroles: {{main: {{run: [echo, hi]}}}}\n"
 
 
-@pytest.mark.slow
-def test_data_that_is_not_there_ends_the_job_before_it_has_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation of its own, whose uploads are tried again at once."""
     monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(job_files, "UPLOAD_PAUSES_S", (0.01,))
+
+
+@pytest.mark.slow
+def test_data_that_is_not_there_ends_the_job_before_it_has_devices(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "a.txt").write_text("alpha")
@@ -92,7 +96,6 @@ async def uploaded(service: Standing, job: str) -> dict[str, Any]:
 def test_output_is_at_its_url_when_the_job_has_ended_and_holds_no_devices_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
     url, gate, there = f"file://{tmp_path}/store/run7", asyncio.Event(), tmp_path / "store" / "run7"
     upload = loop.upload_output
 
@@ -135,11 +138,7 @@ def test_output_is_at_its_url_when_the_job_has_ended_and_holds_no_devices_meanwh
 
 
 @pytest.mark.slow
-def test_an_output_that_cannot_be_uploaded_is_said_and_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(job_files, "UPLOAD_PAUSES_S", (0.01,))
+def test_an_output_that_cannot_be_uploaded_is_said_and_stays_where_it_is(tmp_path: Path) -> None:
     store = tmp_path / "store"
 
     async def test(service: Standing) -> None:
@@ -169,8 +168,6 @@ def test_an_output_that_cannot_be_uploaded_is_said_and_stays_where_it_is(
 def test_output_of_machines_with_files_of_their_own_is_uploaded_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(job_files, "UPLOAD_PAUSES_S", (0.01,))
     there = tmp_path / "store"
 
     async def test(service: Standing) -> None:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
-    Annotated,
     Any,
     Literal,
     TypeVar,
@@ -313,8 +312,6 @@ def _fits(value: object, wanted: Any) -> bool:
         return any(_fits(value, one) for one in inner)
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in inner)
-    if origin is Annotated:
-        return _fits(value, inner[0])
     kind: Any = origin or wanted
     if kind in (int, float):
         return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)

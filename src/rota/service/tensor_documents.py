@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
+from typing import NotRequired, TypedDict, cast
 
 from rota.runtime import environ
 from rota.runtime.redis import server as redis_server
@@ -19,15 +19,63 @@ API = "rota/v1"
 NO_REGISTRY = "no tensor registry runs here: nothing is shared"
 
 
-def _document(kind: str, found: Mapping[str, object]) -> JsonObject:
-    return {"api": API, "kind": kind, **found}
+class StoreAnswer(TypedDict):
+    """What every document has; ``text`` where no registry runs."""
+
+    api: str
+    kind: str
+    text: NotRequired[str]
 
 
-def tensor_list(prefix: str, *, namespace: str) -> JsonObject:
+class TensorListDocument(StoreAnswer, inspect.TensorList):
+    """``TensorList``."""
+
+    next: None
+
+
+class TensorTopDocument(StoreAnswer, inspect.TopDocument):
+    """``TensorTop``."""
+
+    next: None
+
+
+class TensorDoctorDocument(StoreAnswer, inspect.DoctorDocument):
+    """``TensorDoctor``."""
+
+
+class TensorGcDocument(StoreAnswer, inspect.GcDocument):
+    """``TensorGc``."""
+
+
+class TensorFsckDocument(StoreAnswer, inspect.FsckDocument):
+    """``TensorFsck``."""
+
+
+class TensorRecoverDocument(StoreAnswer):
+    """``TensorRecover``: the fields of ``Recovered``."""
+
+    epoch: int
+    names: int
+    leases: int
+    promoted: int
+    quarantined: list[str]
+    lost: list[int]
+    seconds: float
+
+
+class TensorDoorDocument(StoreAnswer):
+    """``TensorDoor``: the lists that take commands, in one namespace of the registry at ``url``."""
+
+    url: str
+    namespace: str
+    lists: list[str]
+
+
+def tensor_list(prefix: str, *, namespace: str) -> TensorListDocument:
     """``TensorList``: every name with that prefix; empty when no registry runs."""
     plane = _join(namespace)
     items = [] if plane is None else plane.list_document(prefix)["items"]
-    return _document("TensorList", {"items": items, "next": None})
+    return {"api": API, "kind": "TensorList", "items": items, "next": None}
 
 
 def tensor(name: str, *, namespace: str) -> JsonObject:
@@ -39,28 +87,29 @@ def tensor(name: str, *, namespace: str) -> JsonObject:
     return {**found, "form": found["kind"], "api": API, "kind": "Tensor"}
 
 
-def tensor_top(count: int, *, namespace: str) -> JsonObject:
+def tensor_top(count: int, *, namespace: str) -> TensorTopDocument:
     """``TensorTop``: names by the bytes that all their versions take; none when no registry runs."""
     plane = _join(namespace)
     items = [] if plane is None else plane.top(count)["items"]
-    return _document("TensorTop", {"items": items, "next": None})
+    return {"api": API, "kind": "TensorTop", "items": items, "next": None}
 
 
-def tensor_doctor(*, namespace: str) -> JsonObject:
+def tensor_doctor(*, namespace: str) -> TensorDoctorDocument:
     """``TensorDoctor``: what is wrong with the tensor store on this machine, and what to do."""
     plane = _join(namespace)
-    return _document("TensorDoctor", inspect.doctor(None) if plane is None else plane.doctor())
+    found = inspect.doctor(None) if plane is None else plane.doctor()
+    return {"api": API, "kind": "TensorDoctor", **found}
 
 
-def tensor_gc(*, namespace: str, dry_run: bool, every: bool = False) -> JsonObject:
+def tensor_gc(*, namespace: str, dry_run: bool, every: bool = False) -> TensorGcDocument:
     """``TensorGc``: what was swept and given back, of ``every`` namespace of the registry together. Raises BadInput."""
     if every and namespace:
         raise BadInput(f"--all and --namespace {namespace}: give one of them")
     plane = _join(namespace)
     if plane is None:
         none: inspect.GcDocument = {"swept": 0, "trimmed_bytes": 0, "dropped": [], "dry_run": dry_run}
-        return _document("TensorGc", {**none, "text": NO_REGISTRY})
-    return _document("TensorGc", (_gc_all if every else Plane.gc)(plane, dry_run=dry_run))
+        return {"api": API, "kind": "TensorGc", **none, "text": NO_REGISTRY}
+    return {"api": API, "kind": "TensorGc", **(_gc_all if every else Plane.gc)(plane, dry_run=dry_run)}
 
 
 def _gc_all(plane: Plane, *, dry_run: bool) -> inspect.GcDocument:
@@ -74,28 +123,34 @@ def _gc_all(plane: Plane, *, dry_run: bool) -> inspect.GcDocument:
     }
 
 
-def tensor_fsck(*, namespace: str, repair: bool) -> JsonObject:
+def tensor_fsck(*, namespace: str, repair: bool) -> TensorFsckDocument:
     """``TensorFsck``: broken invariants, repaired with ``repair``."""
     plane = _join(namespace)
     if plane is None:
         none: inspect.FsckDocument = {"checked": 0, "violations": [], "registry_bytes": 0, "disk_bytes": 0}
-        return _document("TensorFsck", {**none, "text": NO_REGISTRY})
-    return _document("TensorFsck", plane.fsck(repair=repair))
+        return {"api": API, "kind": "TensorFsck", **none, "text": NO_REGISTRY}
+    return {"api": API, "kind": "TensorFsck", **plane.fsck(repair=repair)}
 
 
-def tensor_recover(*, namespace: str, dry_run: bool) -> JsonObject:
+def tensor_recover(*, namespace: str, dry_run: bool) -> TensorRecoverDocument:
     """``TensorRecover``: the registry built again from what lies in memory, or what would come back."""
     plane = _join(namespace)
     found = asdict(Recovered()) | {"text": NO_REGISTRY} if plane is None else plane.recover(dry_run=dry_run)
-    return _document("TensorRecover", found)
+    return cast("TensorRecoverDocument", {"api": API, "kind": "TensorRecover", **found})
 
 
-def tensor_door(*, namespace: str) -> tuple[Bridge, JsonObject]:
+def tensor_door(*, namespace: str) -> tuple[Bridge, TensorDoorDocument]:
     """A bridge to a namespace, not yet serving, and ``TensorDoor``: where it takes commands. Starts a registry."""
     plane = connect(namespace=namespace or None)
     door = Bridge(plane)
-    facts = {"url": plane.address.url, "namespace": plane.namespace, "lists": door.lists}
-    return door, _document("TensorDoor", facts)
+    facts: TensorDoorDocument = {
+        "api": API,
+        "kind": "TensorDoor",
+        "url": plane.address.url,
+        "namespace": plane.namespace,
+        "lists": door.lists,
+    }
+    return door, facts
 
 
 def _join(namespace: str) -> Plane | None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from rota.cluster.core.jobs import LiveJob, Wait, line_key, place_key
 from rota.cluster.core.preemption import BackfillReservation, earliest_start
 from rota.cluster.core.profile import Profile
-from rota.cluster.core.promises import promise_level
+from rota.cluster.core.promises import promise_level, waits_for
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -64,10 +64,7 @@ class AgeBound:
             return False
         if not self._profile.promises:
             return True
-        level, ahead = promise_level(self._state, row), promise_level(self._state, first)
-        if row.ask.queue == first.ask.queue:
-            return level >= ahead or row.ask.priority < first.ask.priority
-        return level > 0 and level >= ahead
+        return waits_for(row, promise_level(self._state, row), first, promise_level(self._state, first))
 
     def _first(self, claimants: Sequence[JobId]) -> LiveJob | None:
         if self._aged is None:

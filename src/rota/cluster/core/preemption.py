@@ -11,7 +11,7 @@ from itertools import islice
 from rota.cluster.core.jobs import Allocation, Allocations, LineKey, LiveJob, Shape, Slot, line_key, place_key
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.profile import Placer, Victim
-from rota.cluster.core.promises import promise_level
+from rota.cluster.core.promises import promise_level, waits_for
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -313,7 +313,6 @@ class BackfillReservation:
     job: JobId
     at: float
     held: Allocations
-    queue: str = ""
     level: int = 0
     """Which promise covers the job."""
 
@@ -366,23 +365,14 @@ class BackfillReservations:
                         found[key] = earliest_start(self._state, self._txn, row, self._placer, self._now)
                 if (reservation := found[key]) is not None:
                     level = promise_level(self._state, row)
-                    self._made.append(replace(reservation, job=row.ask.id, queue=queue, level=level))
+                    self._made.append(replace(reservation, job=row.ask.id, level=level))
 
     def outlived_by(self, row: LiveJob) -> list[BackfillReservation]:
         """Those that the job keeps out of the way of, and that it would still run in if it started now, or might."""
         left_s = row.left_late_s
         late = [one for one in self._made if left_s is None or self._now + left_s > one.at]
         level = promise_level(self._state, row) if late else 0
-        return [one for one in late if self._binds(one, row, level)]
-
-    def _binds(self, one: BackfillReservation, row: LiveJob, level: int) -> bool:
-        """Whether a job that ``level`` covers keeps out of the way of another one: what is promised goes first.
-
-        In the same queue a higher priority goes before what the job is promised.
-        """
-        if one.queue != row.ask.queue:
-            return one.level < level or one.level == level > 0
-        return one.level <= level or self._state.jobs[one.job].ask.priority > row.ask.priority
+        return [one for one in late if waits_for(row, level, self._state.jobs[one.job], one.level)]
 
 
 class RoomBound:

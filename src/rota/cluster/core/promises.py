@@ -52,6 +52,16 @@ def promise_level(state: State, row: LiveJob) -> int:
     return found
 
 
+def waits_for(row: LiveJob, level: int, other: LiveJob, ahead: int) -> bool:
+    """Whether a job under promise ``level`` lets another under ``ahead`` go first, as what is promised does.
+
+    In one queue a higher priority goes before what the job is promised.
+    """
+    if row.ask.queue == other.ask.queue:
+        return ahead <= level or other.ask.priority > row.ask.priority
+    return ahead <= level and level > 0
+
+
 def next_level(state: State, first: LiveJob) -> int:
     """``promise_level`` of the first job of a queue, asked for each job of it: kept until something changes."""
     queue = first.ask.queue

@@ -163,7 +163,7 @@ class Forecast:
         return Estimates(starts=starts, basis=self._basis)
 
     def _together(self, starts: Sequence[float | None]) -> Start:
-        """Quantiles of the starts of one job; wide as long as there is no evidence of how true durations are."""
+        """Quantiles of the starts of one job; wide until enough jobs have ended to know how true durations are."""
         known = sorted(inf if at is None else at for at in starts)  # a play in which it never starts is the latest
         early, likely, late = known[0], known[len(known) // 2], known[-1]
         if self._ended < EVIDENCE and likely < inf:

@@ -252,6 +252,7 @@ class Gateway:
         """Start the supervisor of the service again where the service does not: it may be gone too."""
         record = RunFolder(self._run).read(SUPERVISOR)
         if record is None:
+            self._supervisor_gone = 0
             return
         if self._supervisor.which != record.id:
             self._supervisor_gone = 0

@@ -178,7 +178,7 @@ class JobHistory:
         A bundle counts while a member of it has its place there, or has not gone from there yet.
         """
         ctx = self.ctx
-        if self.ended is None and self.attempts and self.attempts[-1].ended_at is not None:
+        if self.ended is None and self.between_attempts:
             return Placement(gangs=())
         if not self.attempts or ctx.placement is None or not ctx.gangs:
             return self.attempts[-1].placement if self.attempts else None
@@ -217,12 +217,15 @@ class JobHistory:
         return bool(self.attempts) and self.master is not None and self.master_at >= self.attempts[-1].admitted_at
 
     @property
+    def between_attempts(self) -> bool:
+        """True once the last attempt is over: its processes are gone and its devices given back."""
+        return bool(self.attempts) and self.attempts[-1].ended_at is not None
+
+    @property
     def holds_nothing(self) -> bool:
         """True before the first attempt, and between two of a job that keeps no tensors and uploads no output."""
-        if not self.attempts:
-            return True
-        between = self.attempts[-1].ended_at is not None
-        return between and not self.ctx.shares_tensors and self.spec.output_url is None
+        keeps = self.ctx.shares_tensors or self.spec.output_url is not None
+        return not self.attempts or (self.between_attempts and not keeps)
 
     def bundle_of(self, one: InstanceId) -> BundleGrant | None:
         """Where the present attempt, or the last one of a job that ended, has put an instance."""

@@ -86,8 +86,7 @@ def phase(job: JobHistory) -> str:
         case JobState.STOPPING | JobState.PREEMPTING:
             left = sum(bool(one.now.terminating) for one in job.instances.values())
             stopping = f"{counted(left, 'process', 'processes')} yet to stop"
-            freed = bool(job.attempts) and job.attempts[-1].ended_at is not None
-            held = "state in memory is being freed" if freed else "devices are being given back"
+            held = "state in memory is being freed" if job.between_attempts else "devices are being given back"
             what = stopping if left else f"its {held}"
             room_for = job.preempt.for_job if job.preempt is not None else ""
             return f"makes room for {room_for}: {what}" if room_for else what

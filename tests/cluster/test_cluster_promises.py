@@ -115,7 +115,7 @@ def test_no_guaranteed_job_starts_later_than_in_the_private_cluster_of_its_tenan
         assert not later, f"seed {seed}"
 
 
-@pytest.mark.parametrize("seeds", [(0, 3, 10), pytest.param(tuple(range(60)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [(0, 3, 10), pytest.param(tuple(range(SEEDS)), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", [0.0, 5.0])
 def test_a_gang_beyond_its_promise_delays_no_job_of_its_queue_that_the_promise_covers(
     noise: float, seeds: tuple[int, ...]

@@ -13,6 +13,7 @@ import pytest
 from tests.mutants.areas import ROOT
 from tests.mutants.mutate import Mutation
 from tests.mutants.runner import (
+    FAST,
     FOUND,
     QUIET,
     SURVIVED,
@@ -80,6 +81,7 @@ BUGS = (
         "total + need[0] <= most",
         "total + need[0] <= most + 1000",
         OF_PROMISES,
+        FAST,
     ),
     Planted(
         "of several changes the last is counted from",
@@ -87,6 +89,7 @@ BUGS = (
         "first = min(first, at)",
         "first = at",
         OF_PROMISES,
+        FAST,
     ),
     Planted(
         "a promise of one type covers all",
@@ -94,6 +97,7 @@ BUGS = (
         "if asked and (have > most",
         "if not most and (have > most",
         OF_PROMISES,
+        FAST,
     ),
     Planted(
         "who ended without success is waited for no longer",

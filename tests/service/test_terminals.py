@@ -61,6 +61,18 @@ def test_a_terminal_gives_output_and_status_and_the_audit_its_opening_alone(tmp_
     with_service(tmp_path, test)
 
 
+def test_a_program_that_closes_its_terminal_ends_as_it_says_and_may_open_it_again(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        client = await opened(service)
+        for last, text, status in (("exit 7", "", 7), ("echo back >/dev/tty; exit 0", "back\r\n", 0)):
+            argv = ["sh", "-c", f"exec 0<&- 1>&- 2>&-; sleep 0.3; {last}"]
+            made = await client.open_terminal("hello-1", argv=argv)
+            seen, end = await read(client, made["terminal"])
+            assert (seen, end.exit_status) == (text, status)
+
+    with_service(tmp_path, test)
+
+
 def test_a_terminal_is_refused_to_others_and_where_nothing_runs_with_the_reason(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         client = await opened(service)

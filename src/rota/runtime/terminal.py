@@ -91,6 +91,8 @@ class _Terminal:
     taken: int = 0
     open: bool = True
     reading: bool = False
+    vacant: bool = False
+    """Nothing has the other side open: the program ends, or opens it again."""
     exit_status: int | None = None
     ended_s: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,13 +103,18 @@ class _Terminal:
 
     def look(self) -> None:
         """Wait for output, unless too much of it is waiting."""
-        wanted = self.open and self.end - self.fetched < BEHIND_BYTES_MAX
+        wanted = self.open and not self.vacant and self.end - self.fetched < BEHIND_BYTES_MAX
         loop = asyncio.get_running_loop()
         if wanted and not self.reading:
             loop.add_reader(self.master, self._readable)
         elif self.reading and not wanted:
             loop.remove_reader(self.master)
         self.reading = wanted
+
+    def look_again(self) -> None:
+        """See whether something has opened the other side since."""
+        self.vacant = False
+        self.look()
 
     def _readable(self) -> None:
         try:
@@ -116,8 +123,8 @@ class _Terminal:
             return
         except OSError:  # EIO: nothing has the other side open any more
             data = b""
-        if not data:
-            self.close()
+        if not data:  # no hang-up: a program that ends has closed its output before it has given its status
+            self.vacant = True
         self.kept += self.shown(data)
         if (over := len(self.kept) - KEPT_BYTES) > 0 and (cut := min(over, self.fetched - self.start)) > 0:
             del self.kept[:cut]
@@ -245,6 +252,7 @@ class Terminals:
                 await asyncio.wait([ending], timeout=LOOK_S)
                 if self._is_left(one):
                     one.close()
+                one.look_again()
             if not ending.done():
                 await asyncio.wait([ending], timeout=HANGUP_S)
             if not ending.done() and one.which is not None:
@@ -266,8 +274,9 @@ class Terminals:
 
     async def _drain(self, one: _Terminal) -> None:
         """Take in what the program wrote before its end; not what others write who have its terminal open."""
+        one.look_again()
         until_s = self._clock.monotonic_s() + DRAIN_S
-        while one.open and not self._is_left(one):
+        while one.open and not one.vacant and not self._is_left(one):
             await self._clock.sleep(0.02)
             if not one.reading:  # until more of it is fetched
                 until_s = self._clock.monotonic_s() + DRAIN_S

@@ -6,13 +6,13 @@ import ast
 import builtins
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import interfaces
 from typescript import types_of
 
-from rota.job.core import transitions
+from rota.job.core import machine, transitions
 from rota.spec import errors, events, reasons, states
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,12 +201,37 @@ def table_of_transitions(rows: Sequence[transitions.Transition[transitions.S]]) 
     return "\n".join(lines)
 
 
+GROUPS = {
+    "waiting": machine.WAITING,
+    "up": machine.UP,
+    "live": machine.LIVE,
+    "waiting or live": (*machine.WAITING, *machine.LIVE),
+    "any": machine.ENDING,
+}
+"""The names that the page of the machine gives to groups of states."""
+
+
+def table_of_events() -> str:
+    """Every event that changes a job, with the states in which it does; apart, those in which all is given back."""
+    lines = ["| event | changes a job that is | or gives everything back as |", "|---|---|---|"]
+    for event in sorted({row.event.__name__ for row in machine.ROWS}):
+        cells: list[str] = []
+        for ending in (False, True):
+            rows = [row for row in machine.ROWS if row.event.__name__ == event and row.ending is ending]
+            found = {state for row in rows for state in row.states}
+            named = [name for name, group in GROUPS.items() if set(group) == found]
+            cells.append(*named or [", ".join(f"`{state}`" for state in states.JobState if state in found)])
+        lines.append(f"| `{event}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"tree": tree_of_packages},
     "docs/explanation/job-states.md": {
         "job": lambda: table_of_transitions(transitions.JOB_TRANSITIONS),
         "instance": lambda: table_of_transitions((*transitions.INSTANCE_TRANSITIONS, *transitions.AT_ONCE)),
         "gang": lambda: table_of_transitions(transitions.GANG_TRANSITIONS),
+        "events": table_of_events,
         "ask": lambda: table_of_transitions(transitions.ASK_TRANSITIONS),
     },
 }

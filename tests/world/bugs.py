@@ -27,14 +27,15 @@ from rota.job.master import master as master_module
 from rota.runtime.event_log.sql import SqlLog
 from rota.spec.commands import FENCED_GRACE_S, SetTimer, StopInstance
 from rota.spec.errors import StoreCorrupt
-from rota.spec.events import Committed, InstanceEnded, JobEnded, StopAsked
+from rota.spec.events import Committed, InstanceEnded, InstanceReady, JobEnded, RolledBack, StopAsked, TimerFired
 from rota.spec.reasons import Reason
-from rota.spec.states import GangState, InstanceState
+from rota.spec.states import GangState, JobState
 from rota.testing import memory as memory_log
 from rota.testing.launcher import SimFaults
 from tests.world.world import Swarm
 
 Patch = pytest.MonkeyPatch
+Fold = Callable[[JobContext, Any], JobContext]
 SHORT = Swarm(faults_s=60.0, quiet_max_s=900.0, jobs=2)
 KILLS = replace(SHORT, kill_instance_s=4.0)
 MASTERS = replace(SHORT, kill_master_s=3.0)
@@ -69,15 +70,20 @@ class Bug:
     log: Literal["memory", "sql"] = "memory"
 
 
+def _folds(patch: Patch, kinds: tuple[type, ...], around: Callable[[Fold, JobContext, Any], JobContext]) -> None:
+    """Whatever these kinds of event do to a job is done by ``around``, which is given what would be done."""
+    for key, real in tuple(machine.FOLDS.items()):
+        if key[2] in kinds:
+            patch.setitem(machine.FOLDS, key, functools.partial(around, real))
+
+
 def no_epoch_check(patch: Patch) -> None:
     """Readiness reported for an epoch that is over counts."""
 
-    def ready(one: Any, event: Any) -> Any:
-        if one.state is not InstanceState.STALE:
-            return one
-        return replace(one, state=InstanceState.READY, restored=event.restored)
+    def ready(real: Fold, ctx: JobContext, event: Any) -> JobContext:
+        return real(ctx, replace(event, epoch=ctx.instances[event.instance].epoch))
 
-    patch.setattr(machine, "_ready", ready)
+    _folds(patch, (InstanceReady,), ready)
 
 
 def lost_wake_up(patch: Patch) -> None:
@@ -270,33 +276,30 @@ def stale_death_believed(patch: Patch) -> None:
 
 def timer_of_an_old_epoch(patch: Patch) -> None:
     """A timer is not ended with its time, and when it fires it counts."""
-    real = attempt.fire
     patch.setattr(executor.Executor, "keep", lambda self, wanted: None)
 
-    def fire(ctx: JobContext, timer: str, doing: Any) -> JobContext:
+    def fire(real: Fold, ctx: JobContext, event: Any) -> JobContext:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(attempt, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
-            return real(ctx, timer, doing)
+            inner.setattr(attempt, "timers", lambda ctx: (SetTimer(timer=event.timer, since_s=0.0, after_s=0.0),))
+            return real(ctx, event)
 
-    patch.setattr(attempt, "fire", fire)
+    _folds(patch, (TimerFired,), fire)
 
 
 def cancel_overwritten_by_finish(patch: Patch) -> None:
     """A job that is being cancelled and whose work ends meanwhile counts as a success."""
-    real = machine._apply_ending
 
-    def apply(ctx: JobContext, event: Any, ending: Any) -> JobContext:
-        if isinstance(event, InstanceEnded | Committed):
-            return replace(ctx, ending=replace(ending, reason=Reason.COMPLETED))
-        return real(ctx, event, ending)
+    def ends(real: Fold, ctx: JobContext, event: Any) -> JobContext:
+        if ctx.ending is None:
+            return real(ctx, event)
+        return replace(ctx, ending=replace(ctx.ending, reason=Reason.COMPLETED))
 
-    patch.setattr(machine, "_apply_ending", apply)
+    _folds(patch, (InstanceEnded, Committed), ends)
 
 
 def two_terminal_events(patch: Patch) -> None:
     """The end of a job is written and does not end it."""
-    real = machine._apply_always
-    patch.setattr(machine, "_apply_always", lambda ctx, event: ctx if isinstance(event, JobEnded) else real(ctx, event))
+    _folds(patch, (JobEnded,), lambda real, ctx, event: ctx)
 
 
 def reserved_before_released(patch: Patch) -> None:
@@ -383,12 +386,7 @@ def paused_job_admitted(patch: Patch) -> None:
 
 def rollback_ignored(patch: Patch) -> None:
     """After a return to an earlier commit the job counts on from the last one."""
-    real = attempt.roll_back
-
-    def roll_back(ctx: JobContext, event: Any) -> JobContext:
-        return replace(real(ctx, event), committed=ctx.committed)
-
-    patch.setattr(attempt, "roll_back", roll_back)
+    _folds(patch, (RolledBack,), lambda real, ctx, event: replace(real(ctx, event), committed=ctx.committed))
 
 
 def weights_forgotten(patch: Patch) -> None:
@@ -445,12 +443,12 @@ def requeue_forgets_commits(patch: Patch) -> None:
 
 def cancel_lost_in_the_queue(patch: Patch) -> None:
     """A job that is cancelled while it waits for another attempt runs on."""
-    real = machine._apply_waiting
-
-    def apply(ctx: JobContext, event: Any) -> JobContext:
-        return ctx if isinstance(event, StopAsked) and ctx.attempt else real(ctx, event)
-
-    patch.setattr(machine, "_apply_waiting", apply)
+    waiting = (JobState.QUEUED, JobState.PAUSED)
+    _folds(
+        patch,
+        (StopAsked,),
+        lambda real, ctx, event: ctx if ctx.state in waiting and ctx.attempt else real(ctx, event),
+    )
 
 
 def requeued_before_released(patch: Patch) -> None:

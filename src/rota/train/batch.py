@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rota.spec.errors import BadInput
+from rota.spec.user_code import UserCode
 from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss
 
@@ -121,13 +122,13 @@ def known_as_sum(loss: Loss, output: torch.Tensor, targets: torch.Tensor) -> boo
         return True  # of an output that has no rows nothing can be said
     if not targets.numel() or targets.is_meta:
         return False
-    try:
-        with torch.no_grad():
-            first = tree_map(lambda one: one[:1].detach(), (output, targets))
-            alone = float(loss(*first))
-            twice = float(loss(*tree_map(lambda one: torch.cat([one, one]), first)))
-    except Exception:  # noqa: BLE001 - a loss of the user's that takes whole micro-batches only
-        return True
+    alone = twice = math.nan
+    with UserCode() as running, torch.no_grad():
+        first = tree_map(lambda one: one[:1].detach(), (output, targets))
+        alone = float(loss(*first))
+        twice = float(loss(*tree_map(lambda one: torch.cat([one, one]), first)))
+    if running.failed:
+        return True  # it takes whole micro-batches only
     if not math.isfinite(alone) or not math.isfinite(twice) or alone == 0.0:
         return False
     if abs(twice - alone) <= SAME * abs(alone):

@@ -43,7 +43,9 @@ from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
-from rota.spec.states import AskState, GangState
+from rota.spec.states import AskState, GangState, JobState
+
+ENDS = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 class Driven(makers.Log):
@@ -188,6 +190,21 @@ def check_step(before: JobContext, after: JobContext, event: Event) -> None:
     ids = [command.id for command in wanted(after)]
     assert len(ids) == len(set(ids))
     assert settle(after) == after
+    check_what_rows_rely_on(after, event)
     if before.state.terminal:
         assert after.state is before.state
         assert wanted(after) == ()
+
+
+def check_what_rows_rely_on(ctx: JobContext, event: Event) -> None:
+    """Rows of ``machine.ROWS`` that leave a state out say nothing there: what they speak of does not exist in it."""
+    if ctx.state in (*machine.WAITING, JobState.ADMITTED):
+        there = [str(one.id) for one in ctx.instances.values() if one.process is not None]
+        assert not there, f"{ctx.state} with processes of {there} after {event}"
+    if ctx.losses and ctx.ending is None:
+        assert ctx.state is JobState.RECOVERING, f"{ctx.state} with losses after {event}"
+    decided = ctx.state in (JobState.PREEMPTING, JobState.STOPPING)
+    assert decided or ctx.ending is None or ctx.state in (JobState.RECOVERING, *ENDS), f"{ctx.state}: {ctx.ending}"
+    assert not decided or ctx.ending is not None, f"{ctx.state} without an ending after {event}"
+    if ctx.uploads:
+        assert ctx.state is JobState.STOPPING or ctx.state.terminal, f"{ctx.state} uploads after {event}"

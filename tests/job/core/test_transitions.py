@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.makers import command, loop, spec
+from tests.makers import command, loop, spec, submitted
 
-from rota.job.core import attempt
+from rota.job.core import machine
 from rota.job.core.context import GangDemand, HeldGang, JobContext, replace
 from rota.job.core.transitions import (
     ASK,
@@ -19,7 +19,16 @@ from rota.job.core.transitions import (
     InvalidTransition,
     moved,
 )
-from rota.spec.events import Event, InstanceEnded, InstanceLost, PreemptAsked
+from rota.spec.events import (
+    Event,
+    FailoverEnded,
+    InstanceEnded,
+    InstanceLost,
+    InstanceReady,
+    JobRequeued,
+    JobWaits,
+    PreemptAsked,
+)
 from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import AskState, GangState, InstanceState, JobState
@@ -38,6 +47,31 @@ def test_each_pair_of_states_is_declared_once():
     for rows in (JOB_TRANSITIONS, INSTANCE_TRANSITIONS, GANG_TRANSITIONS, ASK_TRANSITIONS):
         pairs = [(before, after) for row in rows for before in row.leaves for after in row.enters]
         assert len(pairs) == len(set(pairs))
+
+
+def test_each_event_of_a_state_has_one_row_and_ends_have_none():
+    keys = [(state, row.ending, row.event) for row in machine.ROWS for state in row.states]
+    assert len(keys) == len(set(keys)) == len(machine.FOLDS)
+    assert not any(state.terminal for state, _, _ in keys)
+    ending = {state for state, ending, _ in keys if ending}
+    assert ending == {JobState.RECOVERING, JobState.PREEMPTING, JobState.STOPPING}
+    assert {state for state, ending, _ in keys if not ending} == {state for state in JobState if not state.terminal} - {
+        JobState.PREEMPTING,
+        JobState.STOPPING,
+    }
+
+
+def test_an_event_without_a_row_for_the_state_changes_nothing(driven):
+    driven.feed(*submitted(spec(command("a"), loop())))
+    for event in (
+        InstanceReady(role=RoleName("a"), rank=0, epoch=Epoch(1)),
+        FailoverEnded(failover=1, seconds=1.0),
+        JobRequeued(attempt=0, reason=Reason.SIGNALLED, counts=True),
+        JobWaits(reason=Reason.NO_FREE_DEVICES),
+    ):
+        before = driven.ctx
+        driven.feed(event)
+        assert replace(driven.ctx, seq=before.seq, at_s=before.at_s) == before
 
 
 def test_a_state_changes_by_a_declared_transition_alone(driven):
@@ -70,7 +104,7 @@ def test_the_error_of_an_undeclared_transition_carries_the_event_that_made_it(dr
         return moved(ctx, JobState.QUEUED)
 
     driven.run(spec(command("a"), loop()))
-    monkeypatch.setattr(attempt, "lose", back_to_the_queue)
+    monkeypatch.setitem(machine.FOLDS, (JobState.RUNNING, False, InstanceLost), back_to_the_queue)
     with pytest.raises(InvalidTransition) as found:
         driven.feed(InstanceLost(role=RoleName("a"), rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED))
     assert "InstanceLost" in str(found.value)

@@ -28,6 +28,7 @@ from rota.spec.events import (
     Reattached,
     RolledBack,
     StopAsked,
+    TimerFired,
 )
 from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
 from rota.spec.reasons import Reason
@@ -59,15 +60,9 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
     return _lost(ctx, one, ctx.loss(one, event.reason, text, event.stacks))
 
 
-def stopped(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
-    """A process that had to go is gone."""
-    if epoch not in one.terminating:
-        return one
-    return replace(one, terminating=tuple(other for other in one.terminating if other != epoch))
-
-
-def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
+def fire(ctx: JobContext, event: TimerFired) -> JobContext:
     """A timer that is still wanted; one of an earlier time changes nothing."""
+    timer = event.timer
     if timer not in {wanted.timer for wanted in timers(ctx)}:
         return ctx
     match timer.partition("/")[0]:
@@ -97,7 +92,7 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
         case "healed":
             return repetition.healed(ctx)
         case _:
-            return _blame_late(ctx, doing)
+            return _blame_late(ctx, event.doing)
 
 
 def close(ctx: JobContext, event: FailoverEnded) -> JobContext:

@@ -1,6 +1,6 @@
 """The job state machine: one event in, the next context and the commands it asks for out.
 
-``fold`` is the only way a context changes. An event either fits the state (its line is in ``apply``) or changes
+``fold`` is the only way a context changes. An event either has a row in ``ROWS`` for the state or changes
 nothing: late, repeated and stale reports are harmless. After each event ``settle`` draws the conclusions that need no
 further fact (who may start, who may run, whether the job has succeeded). What should be under way in a state is
 ``desired.wanted``; a step returns what is newly wanted, and after a restart of the master, when ``Reattached`` is
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rota.job.core import attempt, migration, repetition, resize, shutdown, survival
-from rota.job.core.context import Ending, HeldGang, InstanceRecord, JobContext, Process, replace
+from rota.job.core.context import Ending, HeldGang, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
@@ -34,7 +35,6 @@ from rota.spec.events import (
     GangReserveFailed,
     GangWaits,
     InstanceEnded,
-    InstanceEvent,
     InstanceLost,
     InstanceReady,
     InstanceStarted,
@@ -59,13 +59,10 @@ from rota.spec.events import (
     UploadEnded,
     UploadStarted,
 )
-from rota.spec.ids import Epoch, GangId, JobId
+from rota.spec.ids import Epoch, JobId
 from rota.spec.job import CHANGEABLE, JobSpec, changed_spec, started_spec
 from rota.spec.reasons import Reason
 from rota.spec.states import GangState, InstanceState, JobState
-
-WAITING = frozenset({JobState.SUBMITTED, JobState.QUEUED, JobState.PAUSED})
-"""The job holds nothing."""
 
 
 def initial(job: JobId) -> JobContext:
@@ -118,151 +115,100 @@ def fold(ctx: JobContext, record: Record) -> JobContext:
 
 
 def apply(ctx: JobContext, event: Event) -> JobContext:
-    """The event alone, without its consequences: every (state, event) pair that matters is a line."""
-    if ctx.state.terminal:
+    """The event alone, without its consequences, by its row of ``ROWS``; one that has none changes nothing."""
+    change = FOLDS.get((ctx.state, ctx.ending is not None, type(event)))
+    return ctx if change is None else change(ctx, event)
+
+
+def _submitted(ctx: JobContext, event: JobSubmitted) -> JobContext:
+    workdir = event.spec.workdir or event.workdir
+    submitted = _with_spec(replace(ctx, workdir=workdir, owner=event.user), event.spec)
+    return submitted if event.continues is None else survival.continued(submitted, event.continues)
+
+
+def _queued(ctx: JobContext, event: JobQueued) -> JobContext:
+    known = _with_spec(ctx, event.spec) if event.spec else ctx
+    # What failed may have been repaired: its tries begin anew.
+    return moved(known, JobState.QUEUED, resume_from=event.from_commit, repeats=())
+
+
+def _queued_again(ctx: JobContext, event: JobQueued) -> JobContext:
+    return _with_spec(ctx, event.spec) if event.spec else ctx
+
+
+def _paused(ctx: JobContext, event: PreemptAsked) -> JobContext:
+    return moved(ctx, JobState.PAUSED) if event.reason is Reason.PAUSED else ctx
+
+
+def _changed(ctx: JobContext, event: JobChanged) -> JobContext:
+    return ctx if ctx.spec is None else _with_spec(ctx, changed_spec(ctx.spec, event.changes))
+
+
+def _changed_for_later(ctx: JobContext, event: JobChanged) -> JobContext:
+    """What a live job can take up, now; the rest with its next attempt."""
+    if ctx.spec is None:
         return ctx
-    if ctx.state in WAITING:
-        return _apply_waiting(ctx, event)
-    if ctx.ending is not None:
-        return _apply_ending(ctx, event, ctx.ending)
-    return _apply_live(ctx, event)
+    now = {path: event.changes[path] for path in CHANGEABLE if path in event.changes}
+    return replace(
+        ctx, spec=changed_spec(ctx.spec, now), next_spec=changed_spec(ctx.next_spec or ctx.spec, event.changes)
+    )
 
 
-def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
-    match ctx.state, event:
-        case JobState.SUBMITTED, JobSubmitted(spec=spec, workdir=workdir, user=owner, continues=earlier):
-            submitted = _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
-            return submitted if earlier is None else survival.continued(submitted, earlier)
-        case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec, from_commit=chosen)):
-            known = _with_spec(ctx, spec) if spec else ctx  # what failed may have been repaired: its tries begin anew
-            return moved(known, JobState.QUEUED, resume_from=chosen, repeats=())
-        case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
-            return _with_spec(ctx, spec)
-        case _, JobChanged(changes=changes) if ctx.spec is not None:
-            return _with_spec(ctx, changed_spec(ctx.spec, changes))
-        case JobState.QUEUED, PreemptAsked(reason=Reason.PAUSED):
-            return moved(ctx, JobState.PAUSED)
-        case _, ScaleAsked():
-            return resize.scaled(ctx, event)
-        case _, JobAdmitted():
-            return _admit(ctx, event)
-        case _, StopAsked(reason=reason, grace_s=grace_s):
-            return moved(ctx, JobState.STOPPING, ending=Ending(reason=reason, grace_s=grace_s))
-        case _:
-            return _apply_always(ctx, event)
+def _checked(ctx: JobContext, event: NodeChecked) -> JobContext:
+    return replace(ctx, checked=(event.node, event.fit)) if ctx.losses else ctx
 
 
-def _apply_live(ctx: JobContext, event: Event) -> JobContext:
-    match ctx.state, event:
-        case _, InstanceReady(instance=instance, restored=restored):
-            ready = _with_instance(ctx, event, lambda one: _ready(one, event))
-            return ready if ready is ctx else survival.fetched(ready, instance, restored)
-        case _, InstanceEnded(epoch=epoch):
-            return _with_instance(ctx, event, lambda one: _ended(one, epoch))
-        case _, InstanceLost():
-            return attempt.lose(ctx, event)
-        case _, ProgressStalled():
-            return attempt.stall(ctx, event)
-        case _, GangReserveFailed():
-            return attempt.reservation_failed(ctx, event)
-        case _, NodeChecked(node=node, fit=fit) if ctx.losses:
-            return replace(ctx, checked=(node, fit))
-        case _, FailoverStarted():
-            return open_failover(ctx, event)
-        case ((JobState.RECOVERING | JobState.RESIZING), FailoverEnded()):
-            return attempt.close(ctx, event)
-        case _, GangAsked():
-            return resize.noted(ctx, event)
-        case _, GangGranted():
-            return resize.granted(ctx, event)
-        case _, GangWaits():
-            return resize.waits(ctx, event)
-        case _, ScaleAsked():
-            return resize.scaled(ctx, event)
-        case _, RolledBack():
-            return attempt.roll_back(ctx, event)
-        case _, Committed():
-            return _commit(ctx, event)
-        case _, MoveAsked():
-            return migration.asked(ctx, event)
-        case _, StopAsked():
-            return attempt.stop(ctx, event)
-        case _, PreemptAsked(gang=str(gang)) if (fewer := resize.without(ctx, gang)) is not None:
-            return fewer
-        case _, PreemptAsked(reason=reason, grace_s=grace_s):
-            ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
-            return shutdown.begin(ctx, ending, JobState.PREEMPTING)
-        case _, TimerFired(timer=timer, doing=doing):
-            return attempt.fire(ctx, timer, doing)
-        case _:
-            return _apply_always(ctx, event)
+def _preempted(ctx: JobContext, event: PreemptAsked) -> JobContext:
+    if event.gang is not None and (fewer := resize.without(ctx, event.gang)) is not None:
+        return fewer
+    grace_s = event.grace_s
+    ending = Ending(reason=event.reason, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
+    return shutdown.begin(ctx, ending, JobState.PREEMPTING)
 
 
-def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
-    match ctx.state, event:
-        case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
-            return attempt.stop(ctx, event)
-        case JobState.STOPPING, StopAsked() if ending.phase != "stop":
-            return shutdown.stopped_now(ctx)
-        case JobState.RECOVERING, PreemptAsked():
-            return shutdown.preempted(ctx, event, ending)
-        case JobState.PREEMPTING, PreemptAsked():
-            return shutdown.preempted_again(ctx, event, ending)
-        case _, GangReserveFailed(gang=gang, epoch=epoch):
-            return attempt.without_gang(ctx, gang, epoch, GangState.RESERVING)
-        case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
-            queued = attempt.requeue(ctx, event)
-            return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
-        case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
-            return shutdown.committed(_commit(ctx, event), event)
-        case _, CheckpointSaved():
-            return shutdown.saved(_apply_always(ctx, event))
-        case _, (InstanceLost() | ProgressStalled()) if ending.phase != "stop":
-            return shutdown.lost(ctx, event)
-        case _, InstanceStopped() if shutdown.went_without_saving(ctx, event):
-            return _apply_always(settle(shutdown.stopped_now(ctx)), event)
-        case _, InstanceEnded(epoch=epoch) if ending.phase != "stop":
-            return _with_instance(ctx, event, lambda one: _ended(one, epoch))
-        case _, TimerFired(timer=timer, doing=doing):
-            return attempt.fire(ctx, timer, doing)
-        case _:
-            return _apply_always(ctx, event)
+def _stopped_now(ctx: JobContext, event: StopAsked) -> JobContext:
+    return shutdown.stopped_now(ctx)
 
 
-def _apply_always(ctx: JobContext, event: Event) -> JobContext:
-    """What means the same in every state that is not terminal."""
-    match event:
-        case MasterStarted(master_epoch=epoch) if epoch > ctx.master_epoch:
-            return replace(ctx, master_epoch=epoch, attached=False)
-        case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
-            return attempt.reattach(ctx, event)
-        case GangReserved(gang=gang, epoch=epoch):
-            return _reserved(ctx, gang, epoch)
-        case GangReleased(gang=gang, epoch=epoch):
-            return resize.released(attempt.without_gang(ctx, gang, epoch, GangState.RELEASING), gang)
-        case InstanceStarted():
-            return _with_instance(ctx, event, lambda one: _started(one, event))
-        case InstanceStopped(epoch=epoch):
-            return _with_instance(ctx, event, lambda one: attempt.stopped(one, epoch))
-        case CheckpointSaved(n=n) if ctx.checkpoint_n <= n <= attempt.kept(ctx):
-            saved = survival.note_checkpoint(ctx, event)
-            return replace(saved, boundary=migration.at_boundary(saved))
-        case CommitCopied():
-            return survival.note_copies(ctx, event, attempt.kept(ctx))
-        case JobChanged(changes=changes) if ctx.spec is not None:
-            return replace(
-                ctx,
-                spec=changed_spec(ctx.spec, {path: changes[path] for path in CHANGEABLE if path in changes}),
-                next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
-            )
-        case UploadStarted():
-            return replace(ctx, uploads_since_s=ctx.at_s)
-        case UploadEnded(error=error):
-            return replace(ctx, upload_error=error)
-        case JobEnded(state=state, reason=reason):
-            return moved(ctx, state, end_reason=reason, open_failover=None, losses=())
-        case _:
-            return ctx
+def _requeued(ctx: JobContext, event: JobRequeued) -> JobContext:
+    queued = attempt.requeue(ctx, event)
+    return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
+
+
+def _mastered(ctx: JobContext, event: MasterStarted) -> JobContext:
+    newer = event.master_epoch > ctx.master_epoch
+    return replace(ctx, master_epoch=event.master_epoch, attached=False) if newer else ctx
+
+
+def _reattached(ctx: JobContext, event: Reattached) -> JobContext:
+    return attempt.reattach(ctx, event) if event.master_epoch == ctx.master_epoch else ctx
+
+
+def _saved(ctx: JobContext, event: CheckpointSaved) -> JobContext:
+    if not ctx.checkpoint_n <= event.n <= attempt.kept(ctx):
+        return ctx
+    saved = survival.note_checkpoint(ctx, event)
+    return replace(saved, boundary=migration.at_boundary(saved))
+
+
+def _last_saved(ctx: JobContext, event: CheckpointSaved) -> JobContext:
+    return shutdown.saved(_saved(ctx, event))
+
+
+def _copied(ctx: JobContext, event: CommitCopied) -> JobContext:
+    return survival.note_copies(ctx, event, attempt.kept(ctx))
+
+
+def _upload_started(ctx: JobContext, event: UploadStarted) -> JobContext:
+    return replace(ctx, uploads_since_s=ctx.at_s)
+
+
+def _upload_ended(ctx: JobContext, event: UploadEnded) -> JobContext:
+    return replace(ctx, upload_error=event.error)
+
+
+def _ended_job(ctx: JobContext, event: JobEnded) -> JobContext:
+    return moved(ctx, event.state, end_reason=event.reason, open_failover=None, losses=())
 
 
 def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
@@ -295,8 +241,9 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
     return attempt.restore_point(ctx.with_placement(event.placement, ()))
 
 
-def _reserved(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:
+def _reserved(ctx: JobContext, event: GangReserved) -> JobContext:
     """Reserved as asked; one that is not wanted any more is given back."""
+    gang, epoch = event.gang, event.epoch
     known = next((one for one in ctx.gangs if (one.id, one.epoch) == (gang, epoch)), None)
     match known:
         case HeldGang(state=GangState.RESERVING):
@@ -310,31 +257,62 @@ def _reserved(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:
             return replace(ctx, gangs=(*ctx.gangs, HeldGang(id=gang, epoch=epoch, state=GangState.RELEASING)))
 
 
-def _started(one: InstanceRecord, event: InstanceStarted) -> InstanceRecord:
+def _reserve_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
+    return attempt.without_gang(ctx, event.gang, event.epoch, GangState.RESERVING)
+
+
+def _released(ctx: JobContext, event: GangReleased) -> JobContext:
+    return resize.released(attempt.without_gang(ctx, event.gang, event.epoch, GangState.RELEASING), event.gang)
+
+
+def _started(ctx: JobContext, event: InstanceStarted) -> JobContext:
     """The process that was asked for exists; any other one must go."""
-    if one.process is not None and one.process.epoch == event.epoch:
-        if one.state is not InstanceState.STARTING:
-            return one
-        process = Process(
-            epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time, address=event.address
-        )
-        return moved(one, InstanceState.STALE, process=process)
-    if event.epoch in one.terminating:
-        return one
-    return replace(one, terminating=(*one.terminating, event.epoch))
+    one = ctx.instances.get(event.instance)
+    if one is None:
+        return ctx
+    if one.process is None or one.process.epoch != event.epoch:
+        known = event.epoch in one.terminating
+        return ctx if known else ctx.with_instances([replace(one, terminating=(*one.terminating, event.epoch))])
+    if one.state is not InstanceState.STARTING:
+        return ctx
+    process = Process(
+        epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time, address=event.address
+    )
+    return ctx.with_instances([moved(one, InstanceState.STALE, process=process)])
 
 
-def _ready(one: InstanceRecord, event: InstanceReady) -> InstanceRecord:
-    if one.state is not InstanceState.STALE or event.epoch != one.epoch:
-        return one
-    return moved(one, InstanceState.READY, restored=event.restored)
+def _ready(ctx: JobContext, event: InstanceReady) -> JobContext:
+    one = ctx.instances.get(event.instance)
+    if one is None or one.state is not InstanceState.STALE or event.epoch != one.epoch:
+        return ctx
+    ready = ctx.with_instances([moved(one, InstanceState.READY, restored=event.restored)])
+    return survival.fetched(ready, event.instance, event.restored)
 
 
-def _ended(one: InstanceRecord, epoch: Epoch) -> InstanceRecord:
+def _ended(ctx: JobContext, event: InstanceEnded) -> JobContext:
     """Returned with success; its process is stopped with the job, or used again when a recovery takes it in."""
-    if one.state is not InstanceState.READY or not one.running or epoch != one.epoch:
-        return one
-    return moved(one, InstanceState.GONE, ended=True, running=False)
+    one = ctx.instances.get(event.instance)
+    if one is None or one.state is not InstanceState.READY or not one.running or event.epoch != one.epoch:
+        return ctx
+    return ctx.with_instances([moved(one, InstanceState.GONE, ended=True, running=False)])
+
+
+def _ended_on_the_way(ctx: JobContext, event: InstanceEnded) -> JobContext:
+    return _ended(ctx, event) if ctx.ending is not None and ctx.ending.phase != "stop" else ctx
+
+
+def _stopped(ctx: JobContext, event: InstanceStopped) -> JobContext:
+    """A process that had to go is gone."""
+    one = ctx.instances.get(event.instance)
+    if one is None or event.epoch not in one.terminating:
+        return ctx
+    left = tuple(other for other in one.terminating if other != event.epoch)
+    return ctx.with_instances([replace(one, terminating=left)])
+
+
+def _stopped_at_the_end(ctx: JobContext, event: InstanceStopped) -> JobContext:
+    early = shutdown.went_without_saving(ctx, event)
+    return _stopped(settle(shutdown.stopped_now(ctx)) if early else ctx, event)
 
 
 def _commit(ctx: JobContext, event: Committed) -> JobContext:
@@ -353,6 +331,10 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
     return replace(done, boundary=migration.at_boundary(done))
 
 
+def _last_commit(ctx: JobContext, event: Committed) -> JobContext:
+    return shutdown.committed(_commit(ctx, event), event)
+
+
 def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     """True when the loop under this epoch may make commit ``n`` now; a fenced loop may not, nor any ``n`` twice."""
     loop = ctx.loop
@@ -363,13 +345,99 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 
 
-Change = Callable[[InstanceRecord], InstanceRecord]
+# -- The table: which event changes a job, in which states, and how --------------------------------------------------
+
+_J = JobState
+WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
+"""The job holds nothing."""
+UP = (_J.CHECKING, _J.STARTING, _J.RUNNING, _J.RESIZING, _J.RECOVERING)
+"""A reservation exists, and with it processes may; before that no report of a process says anything."""
+LIVE = (_J.ADMITTED, *UP)
+"""An attempt whose end is not decided."""
+ENDING = (_J.RECOVERING, _J.PREEMPTING, _J.STOPPING)
+"""Everything is given back: to begin again (a restart of the whole job is RECOVERING), to wait, or to end."""
+E = TypeVar("E", bound=Event)
 
 
-def _with_instance(ctx: JobContext, event: InstanceEvent, change: Change) -> JobContext:
-    """Apply ``change`` to the instance an event speaks of; an instance that the job does not have changes nothing."""
-    one = ctx.instances.get(event.instance)
-    if one is None:
-        return ctx
-    changed = change(one)
-    return ctx if changed is one else ctx.with_instances([changed])
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``event`` changes a job in ``states``, by ``fold``; ``ending``: in those in which everything is given back."""
+
+    event: type[Event]
+    states: tuple[JobState, ...]
+    ending: bool
+    fold: Callable[[JobContext, Any], JobContext]
+
+
+def _row(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> Row:
+    return Row(event, states, False, fold)
+
+
+def _last(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> Row:
+    return Row(event, states, True, fold)
+
+
+ROWS: tuple[Row, ...] = (
+    _row(JobSubmitted, (_J.SUBMITTED,), _submitted),
+    _row(JobQueued, (_J.SUBMITTED, _J.PAUSED), _queued),
+    _row(JobQueued, (_J.QUEUED,), _queued_again),
+    _row(JobChanged, WAITING, _changed),
+    _row(JobChanged, LIVE, _changed_for_later),
+    _row(PreemptAsked, (_J.QUEUED,), _paused),
+    _row(PreemptAsked, LIVE, _preempted),
+    _row(StopAsked, (*WAITING, *LIVE), attempt.stop),
+    _row(JobAdmitted, WAITING, _admit),
+    _row(ScaleAsked, (*WAITING, *LIVE), resize.scaled),
+    _row(MoveAsked, LIVE, migration.asked),
+    _row(MasterStarted, (*WAITING, *LIVE), _mastered),
+    _row(Reattached, (*WAITING, *LIVE), _reattached),
+    _row(GangReserved, (*WAITING, *LIVE), _reserved),
+    _row(GangReserveFailed, LIVE, attempt.reservation_failed),
+    _row(GangReleased, (*WAITING, *LIVE), _released),
+    _row(GangAsked, LIVE, resize.noted),
+    _row(GangGranted, LIVE, resize.granted),
+    _row(GangWaits, LIVE, resize.waits),
+    _row(InstanceStarted, (*WAITING, *LIVE), _started),
+    _row(InstanceReady, UP, _ready),
+    _row(InstanceEnded, UP, _ended),
+    _row(InstanceStopped, (*WAITING, *LIVE), _stopped),
+    _row(InstanceLost, UP, attempt.lose),
+    _row(ProgressStalled, UP, attempt.stall),
+    _row(NodeChecked, (_J.RECOVERING,), _checked),
+    _row(FailoverStarted, (_J.RUNNING, _J.RECOVERING), open_failover),
+    _row(FailoverEnded, (_J.RECOVERING, _J.RESIZING), attempt.close),
+    _row(RolledBack, LIVE, attempt.roll_back),
+    _row(Committed, UP, _commit),
+    _row(CheckpointSaved, (*WAITING, *LIVE), _saved),
+    _row(CommitCopied, (*WAITING, *LIVE), _copied),
+    _row(TimerFired, LIVE, attempt.fire),
+    _row(JobEnded, (*WAITING, *LIVE), _ended_job),
+    _last(JobChanged, ENDING, _changed_for_later),
+    _last(PreemptAsked, (_J.RECOVERING,), shutdown.preempted),
+    _last(PreemptAsked, (_J.PREEMPTING,), shutdown.preempted_again),
+    _last(StopAsked, (_J.RECOVERING, _J.PREEMPTING), attempt.stop),
+    _last(StopAsked, (_J.STOPPING,), _stopped_now),
+    _last(JobRequeued, (_J.RECOVERING, _J.PREEMPTING), _requeued),
+    _last(MasterStarted, ENDING, _mastered),
+    _last(Reattached, ENDING, _reattached),
+    _last(GangReserved, ENDING, _reserved),
+    _last(GangReserveFailed, ENDING, _reserve_failed),
+    _last(GangReleased, ENDING, _released),
+    _last(InstanceStarted, ENDING, _started),
+    _last(InstanceEnded, ENDING, _ended_on_the_way),
+    _last(InstanceStopped, ENDING, _stopped_at_the_end),
+    _last(InstanceLost, ENDING, shutdown.lost),
+    _last(ProgressStalled, ENDING, shutdown.lost),
+    _last(Committed, (_J.PREEMPTING, _J.STOPPING), _last_commit),
+    _last(CheckpointSaved, ENDING, _last_saved),
+    _last(CommitCopied, ENDING, _copied),
+    _last(TimerFired, ENDING, attempt.fire),
+    _last(UploadStarted, (_J.STOPPING,), _upload_started),
+    _last(UploadEnded, (_J.STOPPING,), _upload_ended),
+    _last(JobEnded, ENDING, _ended_job),
+)
+
+FOLDS: dict[tuple[JobState, bool, type[Event]], Callable[[JobContext, Any], JobContext]] = {
+    (state, row.ending, row.event): row.fold for row in ROWS for state in row.states
+}
+"""The rows by state, whether everything is given back, and event."""

@@ -63,16 +63,20 @@ def begin(ctx: JobContext, ending: Ending, state: JobState) -> JobContext:
     return _in_phase(ctx, "commit") if _comes_to_a_commit(ctx, state) else saved_first(ctx)
 
 
-def preempted(ctx: JobContext, event: PreemptAsked, ending: Ending) -> JobContext:
+def preempted(ctx: JobContext, event: PreemptAsked) -> JobContext:
     """A restart of the job gives its devices back for another reason now: within the grace from now on."""
+    ending = ctx.ending
+    assert ending is not None
     grace_s = event.grace_s + (0.0 if ending.phase == "stop" else ctx.at_s - ending.since_s)
     save_s = min(ending.save_s, grace_s)
     ending = replace(ending, reason=event.reason, counts=False, grace_s=grace_s, save_s=save_s)
     return moved(ctx, JobState.PREEMPTING, ending=ending)
 
 
-def preempted_again(ctx: JobContext, event: PreemptAsked, ending: Ending) -> JobContext:
+def preempted_again(ctx: JobContext, event: PreemptAsked) -> JobContext:
     """A job that gives its devices back already is asked for them: the sooner end of the two graces counts."""
+    ending = ctx.ending
+    assert ending is not None
     reason = Reason.PAUSED if event.reason is Reason.PAUSED else ending.reason
     grace_s = ending.grace_s
     if ending.phase != "stop":

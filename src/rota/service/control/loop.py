@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rota.cluster.live import SchedulingOutcome
@@ -32,6 +33,7 @@ from rota.spec.events import (
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason, final_state
 from rota.spec.states import JobState
+from rota.spec.user_code import UserCode
 
 PAGE = 10_000
 SWEEP_PERIOD_S = 30.0
@@ -232,13 +234,13 @@ class ServiceLoop:
     def _decide(self, now: float) -> SchedulingOutcome:
         """Ask the scheduler. A bug in it is logged and costs what it touches; jobs that run continue in any case."""
         began_s = self.clock.monotonic_s()
-        try:
+        outcome = SchedulingOutcome(events=(), wake_at=now + SWEEP_PERIOD_S)
+        with UserCode() as deciding:  # a policy may be a user's: jobs that run must be watched and ended
             outcome = self.scheduler.decide(now)
-        except Exception as error:  # noqa: BLE001 - whatever a policy raises, jobs that run must be watched and ended
-            _log.exception("the scheduler failed: nothing new starts")
-            outcome = SchedulingOutcome(
-                events=(), wake_at=now + SWEEP_PERIOD_S, broken=(f"nothing new starts: {error!r}",)
-            )
+        if deciding.failed:
+            error = deciding.take()
+            _log.error("the scheduler failed: nothing new starts", exc_info=error)
+            outcome = replace(outcome, broken=(f"nothing new starts: {error!r}",))
         self.timed("decide", self.clock.monotonic_s() - began_s)
         for text in set(outcome.broken) - set(self.broken):
             _log.critical("the scheduler contradicts itself: %s", text)

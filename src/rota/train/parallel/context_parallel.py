@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rota.spec.errors import BadInput
+from rota.spec.user_code import UserCode
 from rota.train.parallel.mesh import Context, PlanMesh, all_to_all
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import ModelShape, ParallelPlan
@@ -256,14 +257,14 @@ def check_cores(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
                 )
             for core in cores:
                 q = torch.empty(1, heads, 1, width, device=device)
-                try:
+                with UserCode() as running:  # for heads that are only guessed
                     if plan.cp_kind == "ring":
                         inspect_core(_name(index, core), inner_of(core), q, key_heads, width, cp, 6)
                     else:
                         inspect_heads(_name(index, core), inner_of(core), q, cp)
-                except BadInput:
-                    raise
-                except Exception as error:  # noqa: BLE001 - a core of the user's, for heads that are only guessed
+                if running.failed:
+                    if isinstance(error := running.take(), BadInput):
+                        raise error
                     log.debug("%s is looked at in the first step: %s", _name(index, core), error)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
+from rota.spec.user_code import UserCode
 from rota.train.batch import Inputs, call, main_tensor
 from rota.train.parallel.mesh import PlanMesh, local, settle
 from rota.train.parallel.model_parts import stages_of
@@ -143,13 +144,13 @@ def check_pieces(pieces: Sequence[nn.Module], proof: Proof, plan: ParallelPlan, 
     for piece, trial in zip(pieces, proof.trials, strict=True):
         fault, found = "", dict[str, torch.Tensor]()
         with evaluated_with_gradients(piece):
-            try:
+            with UserCode() as running:
                 if not close(_run(piece, proof.inputs, trial), trial.output):
                     fault = f"{type(piece).__name__} gives another output when it is split"
                 settle(piece.parameters())
                 found = {name: sums_of(one) for name, one in piece.named_parameters()}
-            except Exception as error:  # noqa: BLE001 - whatever the code of a model raises for parts of its tensors
-                fault = f"{type(piece).__name__} cannot be run when it is split: {error}"
+            if running.failed:
+                fault = f"{type(piece).__name__} cannot be run when it is split: {running.take()}"
         _refuse(fault, plan)
         split = {name for name, one in piece.named_parameters() if isinstance(one, DTensor)}
         partial += _partial(piece, found, split, trial.sums, proof.stacks, plan, mesh)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from rota.runtime import cache
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput, StoreUnavailable
 
@@ -285,18 +286,9 @@ class CodeCache:
 
     def trim(self, keep: Collection[str] = ()) -> None:
         """Remove what is over the limit, but for the digests in ``keep`` and what is fresh."""
-        now, rows = SystemClock().wall_s(), list[tuple[float, int, Path]]()
-        for path in self.folder.glob("*"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                rows.append((status.st_mtime, status.st_size, path))
-        left = sum(size for _, size, _ in rows)
-        for used, size, path in sorted(rows):
-            if left <= self.bytes_max or now - used < CACHE_FRESH_S:
-                return
-            if path.stem not in keep:
-                path.unlink(missing_ok=True)
-                left -= size
+        things, fresh_s = list(cache.files(self.folder)), SystemClock().wall_s() - CACHE_FRESH_S
+        kept = {path for used_s, _, path in things if used_s > fresh_s or path.stem in keep}
+        cache.remove_oldest(things, self.bytes_max, lambda path: path not in kept and cache.removed(path))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[tuple[BinaryIO, Path]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict, TypeVar
 
-from rota.runtime import environ, process
+from rota.runtime import cache, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.secrets import open_from_environ
 from rota.spec.errors import did_you_mean
@@ -119,13 +119,13 @@ def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: N
 
     Use ``hold`` before the next ``fetch`` may remove it. Raises DataFailed.
     """
-    cache = _cache_of(home)
+    kept = _cache_of(home)
     store, files = _listed(url)
-    folder = cache / _key(url, files)
+    folder = kept / _key(url, files)
     with process.locked(folder.with_suffix(".making"), wait_s=FETCH_MAX_S):
         if not folder.exists():
             total = sum(one.bytes for one in files)
-            _make_room(cache, folder.name, url, total)
+            _make_room(kept, folder.name, url, total)
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
@@ -141,9 +141,8 @@ def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: N
 
 def check(home: environ.Home, url: str) -> int:
     """How many bytes a URL names. Raises DataFailed where nothing is there, or more than the cache may have."""
-    cache = _cache_of(home)
     wanted = sum(one.bytes for one in _listed(url)[1])
-    if wanted > (limit := limit_of(cache)):
+    if wanted > (limit := limit_of(_cache_of(home))):
         raise _too_large(url, wanted, limit, "")
     return wanted
 
@@ -190,9 +189,9 @@ def _upload_file(store: Any, place: Path, target: str) -> int:
 
 
 def _cache_of(home: environ.Home) -> Path:
-    cache = home.root / "cache" / "data"
-    cache.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
-    return cache
+    folder = home.root / "cache" / "data"
+    folder.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+    return folder
 
 
 def _too_large(what: str, wanted: int, limit: int, kept: str) -> DataFailed:
@@ -202,37 +201,34 @@ def _too_large(what: str, wanted: int, limit: int, kept: str) -> DataFailed:
 
 def hold(folder: Path) -> int:
     """Keep the folder of ``fetch`` for as long as the descriptor is open. Raises FileNotFoundError when it is gone."""
-    use = os.open(folder.with_suffix(".use"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    if process.try_lock(use, shared=True) and folder.exists():
+    use = cache.hold(folder.with_suffix(".use"))
+    if folder.exists():
         return use
     os.close(use)
     raise FileNotFoundError(str(folder))
 
 
-def limit_of(cache: Path) -> int:
+def limit_of(folder: Path) -> int:
     """Most bytes that the cache may have. Raises DataFailed for a variable that is not a size."""
     if not (text := environ.get(LIMIT)):
-        return int(shutil.disk_usage(cache).total * SHARE)
+        return int(shutil.disk_usage(folder).total * SHARE)
     try:
         return parse_size(text)
     except ValueError as error:
         raise DataFailed(f"{LIMIT}={text}: {error}") from None
 
 
-def _make_room(cache: Path, name: str, url: str, wanted: int) -> None:
+def _make_room(folder: Path, name: str, url: str, wanted: int) -> None:
     """Remove what was not used for the longest time and is not in use, until so much more fits; then take it."""
-    with process.locked(cache / "room.lock"):
-        sizes = {path.stem: int(path.read_text() or 0) for path in cache.glob("*.bytes") if path.stem != name}
-        total, limit = sum(sizes.values()), limit_of(cache)
-        for one in sorted(sizes, key=lambda key: _used_s(cache / key)):
-            if total + wanted <= limit:
-                break
-            if _removed(cache / one):
-                total -= sizes[one]
+    with process.locked(folder / "room.lock"):
+        sizes = {path.stem: int(path.read_text() or 0) for path in folder.glob("*.bytes") if path.stem != name}
+        limit = limit_of(folder)
+        there = [(_used_s(folder / one), size, folder / one) for one, size in sizes.items()]
+        total = cache.remove_oldest(there, limit - wanted, _removed)
         if total + wanted > limit:
             kept = f", of which jobs that run use {format_size(total)}" if total else ""
             raise _too_large(url, wanted, limit, kept)
-        (cache / f"{name}.bytes").write_text(str(wanted))
+        (folder / f"{name}.bytes").write_text(str(wanted))
 
 
 def _used_s(folder: Path) -> float:
@@ -244,16 +240,12 @@ def _used_s(folder: Path) -> float:
 
 def _removed(folder: Path) -> bool:
     """Remove data that is neither in use nor being fetched; False where it is."""
-    with contextlib.ExitStack() as stack:
-        for suffix in (".making", ".use"):
-            lock = os.open(folder.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-            stack.callback(os.close, lock)
-            if not process.try_lock(lock):
-                return False
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(folder.with_suffix(".partial"), ignore_errors=True)
-        folder.with_suffix(".bytes").unlink(missing_ok=True)
-    return True
+    with cache.unused(folder.with_suffix(".making"), folder.with_suffix(".use")) as free:
+        if free:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.with_suffix(".partial"), ignore_errors=True)
+            folder.with_suffix(".bytes").unlink(missing_ok=True)
+        return free
 
 
 def _key(url: str, files: list[_Remote]) -> str:

@@ -7,8 +7,6 @@ and is not installed again.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib
 import json
@@ -21,7 +19,7 @@ import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rota.runtime import environ, process
+from rota.runtime import cache, environ, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 
@@ -80,14 +78,12 @@ def build(
     """
     folder = environment_of(home, packages, workdir, settings)
     folder.parent.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
-    use = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    fcntl.flock(use, fcntl.LOCK_SH)
-    os.utime(use)
+    cache.hold(folder.with_suffix(".lock"))
     done = folder / "complete"
     if not done.exists():
         with process.locked(folder.with_suffix(".making")):
             if not done.exists():
-                _remove_unused(folder.parent, SystemClock().wall_s() - UNUSED_S)
+                cache.remove_unused(folder.parent.glob("*.lock"), SystemClock().wall_s() - UNUSED_S, _remove)
                 say(f"packages: installing {', '.join(packages)}")
                 _install(folder, requirement_arguments(packages, Path(workdir)), workdir, settings, say)
                 done.touch()
@@ -132,11 +128,8 @@ def _lines(text: Iterator[str]) -> Iterator[str]:
             yield shown
 
 
-def _remove_unused(cache: Path, before_s: float) -> None:
-    for lock in cache.glob("*.lock"):
-        with contextlib.suppress(OSError), lock.open("r+b") as file:
-            if os.fstat(file.fileno()).st_mtime < before_s and process.try_lock(file.fileno()):
-                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+def _remove(lock: Path) -> None:
+    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
 
 
 def python_of(folder: Path) -> Path:

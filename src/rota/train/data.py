@@ -13,13 +13,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Final, Literal, Protocol, TypedDict
 
+from rota.runtime import cache
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
-from rota.runtime.process import try_lock
+from rota.runtime.process import locked
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
 from rota.train.plan.hardware import Json
 
@@ -387,13 +388,10 @@ class DataCache:
         return wanted
 
     def _newest(self, source: str, uri: str, error: OSError) -> Path:
-        copies = list[tuple[float, Path]]()
-        for path in self._folder.glob(f"{source}-*"):
-            with suppress(FileNotFoundError):  # evicted meanwhile
-                copies += [(path.stat().st_mtime, path)] if path.suffix != _PART else []
+        copies = [one for one in cache.files(self._folder, f"{source}-*") if one[2].suffix != _PART]
         if not copies:
             raise NotReachable(f"{uri}: {error}, and this node has no copy") from error
-        return max(copies)[1]
+        return max(copies)[2]
 
     def _download(self, files: FileSystem, path: str, wanted: Path, size: int) -> None:
         part = wanted.with_suffix(_PART)  # of a dead process, if it exists: written anew
@@ -405,28 +403,10 @@ class DataCache:
             raise NotReachable(f"{path}: {part.stat().st_size} of {size} bytes came", hint="fetch it again")
         part.replace(wanted)
 
-    def _contents(self) -> list[Path]:
-        return [path for path in self._folder.iterdir() if path.suffix not in (_PART, ".lock")]
-
     def _evict(self, keep: Path) -> None:
         with self._locked("evict"):
-            found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self._contents())
-            excess = sum(size for _, size, _ in found) - self._bytes_max
-            for _, size, path in found:
-                if excess > 0 and path != keep:
-                    path.unlink(missing_ok=True)
-                    excess -= size
+            there = [one for one in cache.files(self._folder) if one[2].suffix not in (_PART, ".lock")]
+            cache.remove_oldest(there, self._bytes_max, lambda path: path != keep and cache.removed(path))
 
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        path, clock = self._folder / f"{name}.lock", SystemClock()
-        end_s = clock.monotonic_s() + self._lock_s
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not try_lock(fd):
-                if clock.monotonic_s() > end_s:
-                    raise TimedOut(f"{path}: held by another process for {self._lock_s:g} s", hint="raise lock_s")
-                blocking_sleep(LOOK_S)
-            yield
-        finally:
-            os.close(fd)
+    def _locked(self, name: str) -> AbstractContextManager[None]:
+        return locked(self._folder / f"{name}.lock", wait_s=self._lock_s)

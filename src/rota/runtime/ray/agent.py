@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib
 import os
 import shutil
@@ -23,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime import environ, process, secrets
+from rota.runtime import cache, environ, process, secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.code_pack import CodeCache, unpack
 from rota.runtime.environ import Home, JobDirs
@@ -99,15 +98,15 @@ def _value(work: Callable[[], T]) -> T | RotaError:
 
 def packed(home: Home, job: str, workdir: str) -> tuple[str, int]:
     """Digest and bytes of the archive of a job, made unless it was made before. Raises BadInput for a bad workdir."""
-    cache, named = CodeCache(home.code_archives), home.job(job).code_name
+    archives, named = CodeCache(home.code_archives), home.job(job).code_name
     with contextlib.suppress(FileNotFoundError):
         digest = named.read_text(encoding="utf-8")
-        if (found := cache.find(digest)) is not None:
+        if (found := archives.find(digest)) is not None:
             return digest, found.stat().st_size
-    digest = cache.pack(Path(workdir), without=home.root)
+    digest = archives.pack(Path(workdir), without=home.root)
     home.job(job).make()
     process.write_private(named, digest)
-    return digest, cache.path(digest).stat().st_size
+    return digest, archives.path(digest).stat().st_size
 
 
 def localized(boot: Boot) -> tuple[Boot, dict[str, str]]:
@@ -153,9 +152,7 @@ def _code_of(job: str, home: Home, archive: Callable[[], Path]) -> Path:
     Each process shares a lock on it until it ends: what no process holds is removed when the code of others comes.
     """
     dirs = home.job(job).make()
-    lock = os.open(dirs.code_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    os.utime(lock)
+    cache.hold(dirs.code_lock)
     with process.locked(dirs.root / "code.making"):
         if not dirs.code.is_dir():
             unpack(archive(), dirs.code)
@@ -169,26 +166,26 @@ def _archive_here(home: Home, job: str, workdir: str) -> Path:
 
 def _fetched(namespace: str, job: str, workdir: str, home: Home) -> Path:
     """The archive of a job from the service's machine, unless this machine has it from another job."""
-    cache = CodeCache(home.code_archives)
+    archives = CodeCache(home.code_archives)
     digest, size = _asked(namespace, "code", job, workdir)
-    if (found := cache.find(digest)) is None:
-        found = cache.put(digest, _parts(namespace, digest, size))
-        cache.trim({digest})
+    if (found := archives.find(digest)) is None:
+        found = archives.put(digest, _parts(namespace, digest, size))
+        archives.trim({digest})
     return found
 
 
 def remove_unused(home: Home, unused_s: float = UNUSED_S) -> None:
     """Remove the unpacked code of jobs that no process has held for ``unused_s``; each can be unpacked again."""
     now = SystemClock().wall_s()
-    for folder in home.jobs.iterdir():
-        dirs = JobDirs(root=folder)
-        with contextlib.suppress(OSError), dirs.code_lock.open("r+b") as lock:
-            old = now - os.fstat(lock.fileno()).st_mtime > unused_s
-            if old and process.try_lock(lock.fileno()):
-                if dirs.code.is_dir():  # a part of it must never be taken for the whole
-                    dirs.code.rename(dirs.root / f".{dirs.code.name}-{os.getpid()}-{now:.6f}")
-                for left in dirs.root.glob(f".{dirs.code.name}-*"):  # also what an unpacking that was killed left
-                    shutil.rmtree(left, ignore_errors=True)
+
+    def remove(lock: Path) -> None:
+        code = JobDirs(root=lock.parent).code
+        if code.is_dir():  # a part of it must never be taken for the whole
+            code.rename(code.with_name(f".{code.name}-{os.getpid()}-{now:.6f}"))
+        for left in lock.parent.glob(f".{code.name}-*"):  # also what an unpacking that was killed left
+            shutil.rmtree(left, ignore_errors=True)
+
+    cache.remove_unused((JobDirs(root=folder).code_lock for folder in home.jobs.iterdir()), now - unused_s, remove)
 
 
 def _parts(namespace: str, digest: str, size: int) -> Iterator[bytes]:

@@ -1,0 +1,75 @@
+"""Caches of a machine, of what can be made again: who uses a thing, and which go when they are old or too many.
+
+A thing in use is one whose lock file a process shares; the kernel frees it at the end of the process. The time of that
+file, or of the thing, is when it was used last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rota.runtime import environ, process
+
+
+def hold(lock: Path) -> int:
+    """Use a thing from now on, for as long as the descriptor is open: it is not removed, and counts as used now.
+
+    Whoever removes it at this moment is waited for: look whether it is still there.
+    """
+    use = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    fcntl.flock(use, fcntl.LOCK_SH)
+    os.utime(use)
+    return use
+
+
+@contextlib.contextmanager
+def unused(*locks: Path) -> Iterator[bool]:
+    """Whether all of these locks are free; in the block no other process can take them."""
+    with contextlib.ExitStack() as stack:
+        free = True
+        for path in locks:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+            stack.callback(os.close, lock)
+            free = free and process.try_lock(lock)
+        yield free
+
+
+def remove_unused(locks: Iterable[Path], before_s: float, remove: Callable[[Path], None]) -> None:
+    """Call ``remove`` with the lock of each thing that is not in use, and was last used before ``before_s``."""
+    for lock in locks:
+        with contextlib.suppress(OSError):
+            if lock.stat().st_mtime < before_s:
+                with unused(lock) as free:
+                    if free and lock.stat().st_mtime < before_s:
+                        remove(lock)
+
+
+def remove_oldest(things: Iterable[tuple[float, int, Path]], bytes_max: int, remove: Callable[[Path], bool]) -> int:
+    """Remove what was used longest ago until the rest has ``bytes_max`` bytes at most; the bytes of the rest.
+
+    ``things`` have the time of their last use and their bytes; ``remove`` says whether it removed one.
+    """
+    rows = sorted(things)
+    left = sum(size for _, size, _ in rows)
+    for _, size, path in rows:
+        if left > bytes_max and remove(path):
+            left -= size
+    return left
+
+
+def files(folder: Path, pattern: str = "*") -> Iterator[tuple[float, int, Path]]:
+    """The files of a folder as things; one that goes meanwhile is none."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            yield status.st_mtime, status.st_size, path
+
+
+def removed(path: Path) -> bool:
+    """Remove a file; True."""
+    path.unlink(missing_ok=True)
+    return True

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
+
+import pytest
 
 from rota.runtime.clock import SystemClock
+from rota.tensors import generation
 from rota.tensors.core import SLOTS_MAX
 from rota.tensors.generation import GenerationTable
 
@@ -24,3 +31,36 @@ def test_a_lost_registry_leaves_no_slot_that_says_what_is_current_and_forgets_no
     assert [table.last(slot) for slot in slots] == [1 << 40, *(10 + slot for slot in slots[1:])]
     assert table.deleted(3)
     assert table.deleted(1)
+
+
+class Hit(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("begin", ["__enter__", "take", "_take", "lock", "__exit__", "give_back", "unlock"])
+def test_locks_are_given_back_wherever_a_handler_ends_the_block(tmp_path: Path, begin: str) -> None:
+    table = GenerationTable(tmp_path / "gen", SystemClock())
+
+    def raises(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_name == begin and frame.f_code.co_filename == generation.__file__:
+            sys.setprofile(None)
+            raise Hit
+
+    def ended() -> bool:
+        sys.setprofile(raises)
+        try:
+            with table.slot_locks([(1, "a"), (700, "b")]):
+                table.store(1, 5)
+        except Hit:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    assert ended() and table.inside == {}
+    with ThreadPoolExecutor(1) as other:  # another thread and another process find them free
+        assert other.submit(table.try_store, 1, 6).result(10) and other.submit(table.try_store, 700, 6).result(10)
+    if not (child := os.fork()):
+        found = table.try_store(1, 7) and table.try_store(700, 7)
+        os._exit(0 if found else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -66,7 +66,8 @@ class GenerationTable(LockFile):
         self._allocated = memoryview(self._map)[_PLACES_AT : _PLACES_AT + _PLACE.size].cast("Q")
         """In the place of slot 0: the slots that have a place, if more than the first step have one, and ``fences``."""
         self._stripes = [threading.RLock() for _ in range(2 * _STRIPES)]
-        self._inside: set[int] = set()
+        self.inside = dict[int, int]()
+        """By key, the identity of what this process holds it with; no reference, which would keep it."""
 
     @property
     def epoch(self) -> int:
@@ -143,25 +144,17 @@ class GenerationTable(LockFile):
 
     def try_store(self, slot: int, version: int) -> bool:
         """Say what is current unless the slot is locked: its holder will say it."""
-        stripe = self._stripes[slot % _STRIPES]
-        if not stripe.acquire(blocking=False):
-            return False
         try:
-            if slot in self._inside:
-                return False
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
-            self.store(slot, version)
-            fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
-        except (BlockingIOError, PermissionError):
+            with _Held(self, {slot: ""}, wait=False):
+                self.store(slot, version)
+        except errors.PublishBlocked:
             return False
-        finally:
-            stripe.release()
         return True
 
     def restore(self, slot: int, name: str, find_version: Callable[[], int]) -> None:
         """Say what is current in a slot that says nothing. It is asked for under the slot's lock: what was current
         before may have been deleted since. Raises as ``slot_lock``."""
-        with self._held(slot, self._stripes[slot % _STRIPES], name):
+        with _Held(self, {slot: name}):
             if not self.words[2 * slot] and (version := find_version()):
                 self.store(slot, version)
 
@@ -182,26 +175,23 @@ class GenerationTable(LockFile):
         for word in 2 * np.flatnonzero(np.frombuffer(self.words, np.uint64)[2::2]) + 2:
             self.words[word] = 0
 
-    @contextlib.contextmanager
-    def slot_lock(self, slot: int, name: str) -> Iterator[None]:
+    def slot_lock(self, slot: int, name: str) -> contextlib.AbstractContextManager[None]:
         """Hold the slot's lock, its version set to 0. Raises PublishBlocked after a second, with the pid inside."""
-        with self._held(slot, self._stripes[slot % _STRIPES], name):
-            self.words[2 * slot] = 0
-            failpoint("slot-zero")
-            yield
+        return _Held(self, {slot: name}, empty=True)
 
-    @contextlib.contextmanager
-    def slot_locks(self, slots: Iterable[tuple[int, str]]) -> Iterator[None]:
+    def slot_locks(self, slots: Iterable[tuple[int, str]]) -> contextlib.AbstractContextManager[None]:
         """``slot_lock`` of several (slot, name), all or none; everybody takes them in one order."""
-        with contextlib.ExitStack() as stack:
-            names = dict(slots)  # a name that is gone may have had the slot that another one has now
-            for slot in sorted(names, key=lambda each: (each % _STRIPES, each)):
-                stack.enter_context(self.slot_lock(slot, names[slot]))
-            yield
+        names = dict(slots)  # a name that is gone may have had the slot that another one has now
+        order = sorted(names, key=lambda each: (each % _STRIPES, each))
+        return _Held(self, {slot: names[slot] for slot in order}, empty=True)
 
     def ring_lock(self, slot: int, name: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of the ring of records whose table has that slot. Raises as ``slot_lock``."""
-        return self._held(slot + _RINGS, self._stripes[slot % _STRIPES + _STRIPES], name)
+        return _Held(self, {slot + _RINGS: name})
+
+    def stripe(self, key: int) -> threading.RLock:
+        """Keeps other threads of this process from a key: to the kernel all of them hold what one holds."""
+        return self._stripes[key % _STRIPES + (_STRIPES if key >= _RINGS else 0)]
 
     def blocker(self, key: int) -> int:
         """Pid of the process inside the slot's lock, 0 when it is free or held by this process."""
@@ -209,34 +199,105 @@ class GenerationTable(LockFile):
         kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self.fd, fcntl.F_GETLK, ask))
         return 0 if kind == fcntl.F_UNLCK else pid
 
-    @contextlib.contextmanager
-    def _held(self, key: int, stripe: threading.RLock, name: str) -> Iterator[None]:
-        with stripe:
-            if key in self._inside:  # by this very thread, which is in the handler of a signal
-                raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
-            try:
-                self._lock(key, name)
-                self._inside.add(key)
-                yield
-            finally:
-                self._inside.discard(key)
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, key * SLOT_BYTES)
-
-    def _lock(self, key: int, name: str) -> None:
+    def lock(self, key: int, name: str, *, wait: bool) -> None:
+        """Take the lock of a key from other processes. Raises PublishBlocked after a second, or at once."""
         tries, deadline_s, delay_s = _TRIES_AT_ONCE, 0.0, _RETRY_FIRST_S
         while True:
             try:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, key * SLOT_BYTES)
             except (BlockingIOError, PermissionError):
                 tries -= 1
-                if tries > 0:
+                if wait and tries > 0:
                     continue
                 now_s = self._clock.monotonic_s()
                 deadline_s = deadline_s or now_s + _BLOCKED_S
-                if now_s > deadline_s:
+                if not wait or now_s > deadline_s:
                     pid = self.blocker(key)
                     raise errors.PublishBlocked(f"{name}: process {pid} is publishing it", name=name, pid=pid) from None
                 blocking_sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)
             else:
                 return
+
+    def unlock(self, key: int) -> None:
+        """Give the lock of a key back to other processes."""
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, key * SLOT_BYTES)
+
+
+class _Taken:
+    """The locks that a block has of some keys, in their order; ``empty``: of slots, whose versions become 0."""
+
+    __slots__ = ("_acquired", "_empty", "_keys", "_names", "_table", "_wait")
+
+    def __init__(self, table: GenerationTable, names: Mapping[int, str], empty: bool, wait: bool) -> None:
+        self._table, self._names, self._empty, self._wait = table, names, empty, wait
+        self._keys, self._acquired = list(names), list[bool]()
+
+    def take(self) -> None:
+        for key in self._keys:
+            self._take(key, self._names[key])
+
+    def _take(self, key: int, name: str) -> None:
+        table = self._table
+        if self._wait:  # one call of C: no handler runs between the lock and its note
+            self._acquired.extend(map(table.stripe(key).acquire, (True,)))
+        else:
+            self._acquired.extend(filter(None, map(table.stripe(key).acquire, (False,))))
+            if not self._acquired:
+                raise errors.PublishBlocked(f"{name}: another thread is publishing it", name=name, pid=os.getpid())
+        if key in table.inside:  # by this very thread, which is in the handler of a signal
+            raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
+        table.inside[key] = id(self)
+        table.lock(key, name, wait=self._wait)
+        if self._empty:
+            table.words[2 * key] = 0
+            failpoint("slot-zero")
+
+    def give_back(self) -> None:
+        """All that is left of them; again after a handler has ended it in the middle."""
+        table = self._table
+        while self._acquired:
+            key = self._keys[len(self._acquired) - 1]
+            if table.inside.get(key) == id(self):
+                table.unlock(key)
+                del table.inside[key]
+            try:
+                self._acquired.pop()
+            finally:
+                table.stripe(key).release()
+
+
+class _Held:
+    """Holds locks for a block.
+
+    The handler of a signal may raise anywhere, so also between the end of the block and the first line of
+    ``__exit__``: then the locks are given back with the last reference to this object, by the generator it has. It
+    has no ``__del__``, which would run each time, and what a handler raises there is lost.
+    """
+
+    __slots__ = ("_at_end", "_taken")
+
+    def __init__(
+        self, table: GenerationTable, names: Mapping[int, str], *, empty: bool = False, wait: bool = True
+    ) -> None:
+        self._taken = _Taken(table, names, empty, wait)
+        self._at_end = _give_back_at_end(self._taken)
+
+    def __enter__(self) -> None:
+        next(self._at_end)
+        try:
+            self._taken.take()
+        except BaseException:
+            self._taken.give_back()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._taken.give_back()
+        self._at_end.close()
+
+
+def _give_back_at_end(taken: _Taken) -> Generator[None]:
+    try:
+        yield
+    finally:
+        taken.give_back()

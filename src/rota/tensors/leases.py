@@ -121,16 +121,18 @@ class Leases:
             return held
 
     def _hold_noted(self, block: PartBlock, sealed: bool, shown: Callable[[], bool]) -> list[HeldBlock] | None:
-        lease = self._table[block.version] = _Lease(block.version, 0, self._mirror.add(block.version, direct=True))
-        held = None
+        place, held = self._mirror.take(), None  # without a note: lost, if a signal's handler raises here
         try:
+            self._mirror.note(place, block.version, direct=True)
+            lease = self._table[block.version] = _Lease(block.version, 0, place)
             failpoint("noted")
             fence()
             if shown():
                 held = self._open(lease, (block,), sealed)
         finally:
             if held is None:
-                self._mirror.clear(self._table.pop(block.version).mirror)
+                self._table.pop(block.version, None)
+                self._mirror.clear(place)
         return held
 
     def hold(self, version: int, seq: int, blocks: Sequence[PartBlock], *, sealed: bool) -> list[HeldBlock]:

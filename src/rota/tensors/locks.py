@@ -178,15 +178,24 @@ class ClientFile:
         _own[os.getpid(), self.path] = self
         partial.rename(self.path)
 
-    def add(self, version: int, *, direct: bool = False) -> int:
-        """Note a leased version; its place. ``direct``: the note is all there is of the lease."""
+    def add(self, version: int) -> int:
+        """Note a leased version; its place."""
+        place = self.take()
+        self.note(place, version)
+        return place
+
+    def take(self) -> int:
+        """A place for a note."""
         with self._lock:
             if not self._free:
                 self._grow(2 * self._count)
-            place = self._free.pop()
+            return self._free.pop()
+
+    def note(self, place: int, version: int, *, direct: bool = False) -> None:
+        """Note a leased version. ``direct``: the note is all there is of the lease."""
+        with self._lock:
             assert self._words is not None
             self._words[place] = version | _DIRECT if direct else version
-            return place
 
     def settle(self, place: int, version: int) -> None:
         """From now on the registry knows of this lease, too."""

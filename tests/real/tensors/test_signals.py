@@ -18,7 +18,7 @@ def test_a_call_that_a_signal_ends_mixes_no_replies_and_leaves_the_plane_usable(
         while hits < 300:
             try:
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.005))
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.005), 0.2)
                     while True:
                         plane.put('s', np.full(3000, done))
                         view = plane.get('s', as_='numpy')
@@ -33,7 +33,8 @@ def test_a_call_that_a_signal_ends_mixes_no_replies_and_leaves_the_plane_usable(
                 hits += 1
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         assert plane.put('s', np.ones(3)).ready and plane.get('s', as_='numpy').tolist() == [1] * 3
-        assert plane.fsck()['violations'] == []
+        found = plane.fsck()['violations']
+        assert found == [], found
         view = array = None
         plane._session.release_ended()
         left = plane.stats()['versions']

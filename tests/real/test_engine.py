@@ -254,20 +254,23 @@ SLOW_AGENTS = """
 import time
 from pathlib import Path
 line = Path("/proc/self/cmdline").read_bytes()
-if b"dashboard/agent.py" in line or b"runtime_env/agent/main.py" in line:
+if b"runtime_env/agent/main.py" in line:
     time.sleep(20.0)
 """
 
 
-def test_a_node_starts_though_its_agents_take_longer_than_ray_waits_for_them(
+def test_a_node_has_no_agent_of_the_dashboard_and_starts_though_its_other_one_takes_longer_than_ray_waits(
     engine_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's raylet waits for 15 s for the ports that its agents choose, and aborts."""
+    """Ray's raylet waits for 15 s for the port that an agent chooses, and aborts."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     head = start_engine(engine_home, SETTINGS)
     assert process.is_alive(add_node(engine_home, EngineSettings(host="other", cpus=1), timeout_s=LIMIT_S).raylet)
     assert head.storage == "rocksdb"
+    commands = [process.command_line(pid) for pid in process.children_of(head.raylet.pid)]
+    assert any("runtime_env/agent" in line or "RuntimeEnvAgent" in line for line in commands), commands
+    assert not any("dashboard/agent" in line or "DashboardAgent" in line for line in commands), commands
 
 
 def test_gateway_and_engine_of_a_home_that_was_removed_end(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import (  # Ray's annotations of its extension leave these out
@@ -23,9 +25,11 @@ from ray._raylet import (  # Ray's annotations of its extension leave these out
 )
 
 from rota.runtime import process
+from rota.runtime.ray import raylet_child
 from rota.runtime.ray.engine import HOST_LABEL, EngineState, Storage, free_port, write_state
 from rota.spec.errors import EngineUnavailable
 
+_ray_start_process = services.start_ray_process
 _GCS_READY_S = 45.0
 _MEMORY_BYTES = 1 << 44
 
@@ -49,7 +53,7 @@ class NodePlan(TypedDict):
 
 
 class _Node(Node):
-    """A node whose raylet waits for no agent, and that ends at once when its raylet ends before it is ready.
+    """A node whose raylet waits for no agent of the dashboard, and that ends when its raylet ends before it is ready.
 
     A raylet waits for 15 s, which no setting changes, for each port that an agent is to choose itself, and then aborts:
     on a machine with much to do the imports of an agent take longer. It takes ports that are given; that of the HTTP
@@ -62,6 +66,13 @@ class _Node(Node):
         super().start_ray_processes()
         raylet = self.all_processes["raylet"][0].process
         threading.Thread(target=_end_with, args=(raylet,), name="rota-raylet", daemon=True).start()
+
+
+def _start_process(command: Sequence[str], kind: str, **options: Any) -> services.ProcessInfo:
+    """As Ray's own, but a raylet has an idle process for the agent of the dashboard, see ``raylet_child``."""
+    option, idle = "--dashboard_agent_command=", (sys.executable, "-I", "-S", raylet_child.__file__, raylet_child.AGENT)
+    words = [option + subprocess.list2cmdline(idle) if word.startswith(option) else word for word in command]
+    return _ray_start_process(words, kind, **options)
 
 
 def _end_with(raylet: subprocess.Popen[bytes]) -> None:
@@ -117,11 +128,13 @@ def start_node(plan: NodePlan) -> EngineState:
         include_log_monitor=False,  # pyright: ignore[reportArgumentType] - Ray's annotation is wrong, it is a flag
         gcs_server_port=int(address.rpartition(":")[2]) if head else None,
         gcs_address=None if head else address,
+        setup_worker_path=raylet_child.__file__,
         metrics_agent_port=agents[0],
         metrics_export_port=agents[1],
         dashboard_agent_listen_port=agents[2],
         runtime_env_agent_port=agents[3],
     )
+    services.start_ray_process = _start_process
     node = (_Head if head else _Node)(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
     raylet = process.identify(node.all_processes["raylet"][0].process.pid)
     assert raylet is not None

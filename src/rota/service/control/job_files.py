@@ -7,9 +7,10 @@ import json
 import logging
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,11 +222,11 @@ def wanted_logs(files: Mapping[str, LogFile], role: str, rank: int | None) -> di
     }
 
 
-async def all_rows(engine: Engine, host: str, job: JobId, area: str, path: str) -> list[FileRow]:
-    """Every row of ``JobFiles.listed`` on another machine, page by page."""
+async def all_rows(listed: Callable[[str], Awaitable[FileRows]]) -> list[FileRow]:
+    """Every row of ``JobFiles.listed``, page by page: ``listed`` gives the one after a path."""
     rows, after = list[FileRow](), ""
     while True:
-        page: FileRows = await engine.list_files(host, job, area, path, after)
+        page = await listed(after)
         rows += page["items"]
         if page["next"] is None:
             return rows
@@ -239,7 +240,7 @@ async def texts_elsewhere(
     found = list[tuple[str, str]]()
     for host in sorted(hosts_of(job, installation)):
         try:
-            for row in await all_rows(engine, host, job.id, area, ""):
+            for row in await all_rows(partial(engine.list_files, host, job.id, area, "")):
                 parts, offset = list[bytes](), 0
                 while offset < row["bytes"]:
                     part = await engine.read_file(host, job.id, area, row["path"], offset, READ_BYTES_MAX)
@@ -286,7 +287,7 @@ async def _gather(job: JobHistory, installation: Installation, engine: Engine, h
     dirs, notes = home.job(job.id), list[str]()
     for host in sorted(hosts_of(job, installation)):
         try:
-            rows = await all_rows(engine, host, job.id, "output", "")
+            rows = await all_rows(partial(engine.list_files, host, job.id, "output", ""))
         except UnknownName:  # nothing was written there
             continue
         for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -93,14 +94,9 @@ def _area(on: JobAccess) -> str:
 async def _rows(on: JobAccess, host: str, path: str) -> list[FileRow]:
     app, job, area = on.app, on.job.id, _area(on)
     if host:
-        return await all_rows(app.engine, host, job, area, path)
-    rows, after, here = list[FileRow](), "", JobFiles(app.home)
-    while True:
-        page = await asyncio.to_thread(here.listed, job, area, path, after)
-        rows += page["items"]
-        if page["next"] is None:
-            return rows
-        after = page["next"]
+        return await all_rows(partial(app.engine.list_files, host, job, area, path))
+    here = partial(JobFiles(app.home).listed, job, area, path)
+    return await all_rows(lambda after: asyncio.to_thread(here, after))
 
 
 async def _read(on: JobAccess, host: str, path: str, offset: int, count: int) -> bytes:

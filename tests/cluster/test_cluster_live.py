@@ -16,7 +16,7 @@ from rota.cluster.core.guarded import PASSES_MAX
 from rota.cluster.core.jobs import Allocations, LiveJob, asked
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
-from rota.cluster.live import Scheduler, queue_from_json
+from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import Fit
 from rota.cluster.sim.forecast import Forecast
@@ -48,7 +48,7 @@ from rota.spec.events import (
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
-from rota.spec.queue import Queue
+from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Res, pretend_nodes
 from rota.spec.states import JobState

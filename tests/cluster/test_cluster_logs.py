@@ -52,13 +52,19 @@ NODES, JOBS = 4, 4
 ROLE = RoleName("w")
 OPERATIONS = (
     *("join", "lose", "mark", "queues", "submit", "decide", "decide", "append", "append", "requeue", "end", "save"),
-    *("rejoin", "gang", "grown", "release", "start", "stop", "pause", "resume"),
+    *("rejoin", "late", "gang", "grown", "release", "start", "stop", "pause", "resume"),
 )
 
 
 def machine(i: int, devices: int) -> Node:
     rows = tuple(Device(index=d, type="A100") for d in range(devices))
     return Node(id=NodeId(f"n{i}"), host=f"host{i}", cpus=8, memory_bytes=2**36, devices=rows)
+
+
+def named(event: JobAdmitted | GangGranted) -> set[tuple[NodeId, int]]:
+    """Devices that a record gives, by node and index."""
+    bundles = event.bundles if isinstance(event, GangGranted) else (b for g in event.placement.gangs for b in g.bundles)
+    return {(bundle.node, device) for bundle in bundles for device in bundle.devices}
 
 
 class Drawn:
@@ -69,6 +75,10 @@ class Drawn:
         self.later: list[tuple[int, JobId, Event]] = []
         self.gangs = 0
         self.at = 0.0
+        self.given: dict[JobId, set[tuple[NodeId, int]]] = {}
+        """What the log gave each row last."""
+        self.reserved: dict[JobId, set[tuple[NodeId, int]]] = {}
+        """What an admission gave a job: the engine may keep it until all is given back, or some of it is moved."""
         for i in range(NODES):
             self.add(NodeJoined(node=machine(i, 4)))
 
@@ -76,8 +86,20 @@ class Drawn:
         before = self.held()
         self.log.add(event, job, self.at)
         assert violations(self.log.scheduler.state) == [], self.log.records[-1]
-        if job is None:
-            assert self.held() == before, f"{event} is of no job, and changes what jobs hold"
+        for row, devices in self.held().items() if job is None else ():
+            was = set(before.pop(row, ()))
+            back = set(devices) - was
+            assert was <= set(devices) and back <= self.given.get(row, set()), f"{event} changes what {row} holds"
+        assert job is not None or not before, f"{event} takes from {before}"
+        match event:
+            case JobAdmitted() if job is not None:
+                self.given[JobId(job)] = self.reserved[JobId(job)] = named(event)
+            case GangGranted() if job is not None:
+                self.given[row_of(JobId(job), event.gang)] = named(event)
+            case JobRequeued() | JobEnded() | GangReleased() | InstanceStarted() if job is not None:
+                self.reserved.pop(JobId(job), None)
+            case _:
+                pass
 
     def held(self) -> dict[JobId, list[tuple[NodeId, int]]]:
         state = self.log.scheduler.state
@@ -101,6 +123,10 @@ class Drawn:
     def decide(self) -> None:
         outcome = self.log.scheduler.decide(self.at)
         assert outcome.broken == ()
+        for job, event in outcome.events:
+            if isinstance(event, JobAdmitted | GangGranted):
+                others = {one for other, given in self.reserved.items() if other != job for one in given}
+                assert named(event).isdisjoint(others), f"{job} would get what another job may still have"
         self.later = [(self.seq(job), job, event) for job, event in outcome.events]
 
     def append(self) -> None:
@@ -120,6 +146,11 @@ class Drawn:
                 self.add(NodeJoined(node=machine(int(node[1:]), (4, 2, 1, 0)[b % 4])))
             case "lose":
                 self.add(NodeLost(node=node))
+            case "late":  # a decision reaches the log after a node of it has lost devices
+                self.decide()
+                for node in [min(named(one))[0] for *_, one in self.later if isinstance(one, JobAdmitted)][:1]:
+                    self.add(NodeJoined(node=machine(int(node[1:]), b % 4)))
+                self.append()
             case "mark":
                 health = (Health.BAD, Health.SUSPECT, Health.HEALTHY)[b % 3]
                 self.add(NodeMarked(node=node, health=health, devices=((), (1,))[b % 2]))
@@ -222,6 +253,34 @@ def test_an_admission_that_came_after_the_loss_of_its_node_is_taken_back_with_a_
     assert {bundle.node for bundle in admitted.placement.bundles}.isdisjoint({"n0"})
     different = replayed(drawn.log.records, get_profile("default"), requests_of)["different"]
     assert [one["number"] for one in different] == [stale.number]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("shrunk", [2, 0, None])
+def test_devices_of_an_admission_that_were_gone_are_no_one_elses_when_they_come_back_before_the_job_has_stopped(
+    shrunk: int | None, asked: bool
+) -> None:
+    drawn = Drawn("default")
+    for one in [("submit", 0, 2), ("decide", 0, 0)]:
+        drawn.play(*one)
+    ((_, _, admitted),) = drawn.later
+    assert isinstance(admitted, JobAdmitted)
+    (node,) = {node for node, _ in named(admitted)}
+    number = int(node[1:])
+    drawn.add(NodeLost(node=node) if shrunk is None else NodeJoined(node=machine(number, shrunk)))
+    if shrunk is None:  # and forgotten, as nothing is held there
+        drawn.add(NodeJoined(node=machine((number + 1) % NODES, 4)))
+    drawn.append()
+    if asked:
+        drawn.log.decide(drawn.at)
+    drawn.add(NodeJoined(node=machine(number, 4)))
+    assert set(drawn.held()[JobId("j0")]) == named(admitted)
+    for i in range(4):
+        drawn.log.submit(f"j{i + 1}", 1, 4, at=drawn.at)
+    given = [event for _, event in drawn.log.decide(drawn.at) if isinstance(event, JobAdmitted)]
+    assert len(given) == NODES - 1 and all(named(one).isdisjoint(named(admitted)) for one in given)
+    drawn.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST, counts=False), "j0")
+    assert [job for job, event in drawn.log.decide(drawn.at) if isinstance(event, JobAdmitted)] == ["j0"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cluster_makers import ask, node, slot, state
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.jobs import JobAsk
-from rota.cluster.core.profile import Preempt
+from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.promises import counted_anew, leaf_use
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.core.txn import Txn
@@ -151,14 +151,14 @@ def test_a_gang_beyond_its_promise_that_waits_for_long_holds_up_no_job_that_the_
     assert running(s) == {"need", "more"}
 
 
-def played(profile: str, s: State, *asks: JobAsk, at: float = 0.0) -> list[JobId]:
+def played(profile: str | Profile, s: State, *asks: JobAsk, at: float = 0.0) -> list[JobId]:
     """The jobs that are stopped when these arrive one after the other; who is stopped lets go at once."""
     stopped = list[JobId]()
     for now, one in enumerate((*asks, None)):
         if one is not None:
             apply(s, JobArrived(ask=replace(one, queued_at=at + now)), at + now)
         for _ in range(20):
-            decisions = step(s, Tick(), get_profile(profile), at + now)
+            decisions = step(s, Tick(), get_profile(profile) if isinstance(profile, str) else profile, at + now)
             stops = [d.job for d in decisions if isinstance(d, Preempt)]
             for job in stops:
                 apply(s, JobReleased(job=job), at + now)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from rota.cluster.core import admission, events, explain
 from rota.cluster.core.choice import choices_of
@@ -27,7 +26,6 @@ from rota.cluster.core.jobs import Allocations, Choice, JobAsk, Wait, ask_of, co
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
-from rota.spec import codec
 from rota.spec.errors import nearest
 from rota.spec.events import (
     CheckpointSaved,
@@ -58,7 +56,7 @@ from rota.spec.events import (
 from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
-from rota.spec.queue import Queue
+from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason, final_state
 from rota.spec.resources import Health, Node, Res
 from rota.spec.states import JobState
@@ -143,8 +141,10 @@ class Scheduler:
         """Jobs that start after one that has not ended."""
         self._never_satisfied: dict[JobId, None] = {}
         """Jobs that can never start, as one that had to succeed before did not."""
-        self._misplaced: dict[JobId, tuple[NodeId, ...]] = {}
-        """Jobs that were admitted to nodes which were lost by then, and these nodes."""
+        self._misplaced: dict[JobId, None] = {}
+        """Jobs that were admitted to nodes or devices which were lost by then, and are not asked to stop yet."""
+        self._short: dict[JobId, tuple[tuple[Place, ...], Choice | None]] = {}
+        """Rows that hold less than the places they were given, and these, until they give back what they hold."""
         self._asked_to_leave: dict[tuple[NodeId, JobId], float] = {}
         """Jobs that were asked to leave, and until when."""
         self._empties = admission.EmptyTwins()
@@ -217,11 +217,12 @@ class Scheduler:
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._happened(events.ReasonGiven(job=job, wait=wait), at)
-            case PreemptAsked(gang=str(gang)):
-                self._happened(events.StopRequested(job=row_of(job, gang)), at)
-            case PreemptAsked(reason=reason):
+            case PreemptAsked(gang=str(gang), for_job=other):
+                self._happened(events.StopRequested(job=row_of(job, gang), for_job=JobId(other)), at)
+            case PreemptAsked(reason=reason, for_job=other):
                 self._misplaced.pop(job, None)
-                self._happened(events.StopRequested(job=job, final=reason is Reason.PAUSED), at)
+                stop = events.StopRequested(job=job, final=reason is Reason.PAUSED, for_job=JobId(other))
+                self._happened(stop, at)
                 self._forget_waiting(job, known, at)
                 if reason is Reason.PAUSED:
                     self._happened(events.JobPaused(job=job, paused=True), at)
@@ -368,6 +369,7 @@ class Scheduler:
         for request in gone:
             self._left.pop(row_of(job, request.gang), None)
             self._gone.pop(row_of(job, request.gang), None)
+            self._short.pop(row_of(job, request.gang), None)
             self._happened(events.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
@@ -375,6 +377,7 @@ class Scheduler:
     def _forget_all(self, job: JobId, known: _Known | None, at: float) -> None:
         """An attempt is over: its gangs and the moves that it was asked for."""
         self._misplaced.pop(job, None)
+        self._short.pop(job, None)
         self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
         self._forget(job, known, lambda request: True, at)
 
@@ -404,11 +407,20 @@ class Scheduler:
         if held:
             self._happened(events.JobHolds(job=row, held=held, choice=choice), at)
         if missing:
-            stop = events.StopRequested(job=row) if held else events.JobPaused(job=row, paused=True)
-            self._happened(stop, at)
-            if row in self._jobs:
-                self._misplaced[row] = missing
+            self._happened(events.StopRequested(job=row) if held else events.JobPaused(job=row, paused=True), at)
+            self._short[row] = (places, choice)
+            self._misplaced |= {row: None} if row in self._jobs else {}
         return not missing
+
+    def _hold_what_is_back(self, at: float) -> None:
+        """Rows that were given more than there was take what is there again: the engine may reserve it for them."""
+        for row, (places, choice) in self._short.items():
+            held = held_at(self._state, places)
+            if held and not self._holds(row):
+                self._happened(events.JobHolds(job=row, held=held, choice=choice), at)
+                self._happened(events.StopRequested(job=row), at)
+            elif held:
+                self._happened(events.JobResized(job=row, held=held), at)
 
     def _settle(self, job: JobId, known: _Known, own: tuple[Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""
@@ -535,6 +547,7 @@ class Scheduler:
         self._lost &= held.keys()
         nodes = tuple(node.with_lost(held.get(node.id, {})) for node in self._nodes.values())
         self._state = self.state.with_cluster(nodes, self._queues)
+        self._hold_what_is_back(at)
         for node in sorted(self._lost):
             self._happened(events.NodeChanged(node=node, health=None), at)
         if self.profile.prepare is not None:  # a reason of now may be asked for before the next pass
@@ -684,12 +697,3 @@ class Scheduler:
     def _ask_of(self, job: JobId, spec: JobSpec, user: str, queued_at: float) -> JobAsk:
         ask = ask_of(job, spec, self._requests_of(spec), user=user, queued_at=queued_at)
         return replace(ask, after=self._after(spec), choices=choices_of(spec, self._requests_of))
-
-
-def queue_from_json(raw: Mapping[str, object]) -> Queue:
-    """A queue from its JSON value; in a guarantee or limit a dimension that is not given is not limited."""
-    filled = dict(raw)
-    for key in ("guaranteed", "limit", "user_limit"):
-        if isinstance(given := filled.get(key), dict):
-            filled[key] = {"cpus": 0.0, **cast("dict[str, object]", given)}
-    return codec.from_json_value(Queue, filled)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
+from rota.spec import codec
 from rota.spec.resources import Res
 
 DEFAULT_QUEUE = "default"
@@ -51,3 +53,12 @@ class Queue:
     def parent(self) -> str | None:
         """Path of the enclosing queue, None for a top one."""
         return self.path.rpartition("/")[0] or None
+
+
+def queue_from_json(raw: Mapping[str, object]) -> Queue:
+    """A queue from its JSON value; in a guarantee or limit a dimension that is not given is not limited."""
+    filled = dict(raw)
+    for key in ("guaranteed", "limit", "user_limit"):
+        if isinstance(given := filled.get(key), dict):
+            filled[key] = {"cpus": 0.0, **cast("dict[str, object]", given)}
+    return codec.from_json_value(Queue, filled)

@@ -75,8 +75,8 @@ def events_of(decisions: Sequence[Decision]) -> Iterator[Event]:
         match decision:
             case Admit(job=job, held=held, choice=choice):
                 yield JobHolds(job=job, held=held, choice=choice)
-            case Preempt(job=job, undone=undone):
-                yield StopRequested(job=job)
+            case Preempt(job=job, for_job=for_job, undone=undone):
+                yield StopRequested(job=job, for_job=for_job)
                 if undone is not None:
                     yield PairUndone(job=job, pair=undone)
             case Resize(job=job, held=held):
@@ -457,7 +457,7 @@ class _Pass:
                 chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)
         if held is not None:
             return self._claim(row, stopping, held)
-        if not chosen or not self._would_start(row, stopping, chosen):
+        if not chosen or self._was_stopped_for(row, chosen) or not self._would_start(row, stopping, chosen):
             if chosen and profile.promises and self._is_covered(row.ask.id):
                 self.overtaken.add(row.ask.id)
             if victims is not None and self.until is None:
@@ -466,7 +466,7 @@ class _Pass:
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
-            fold(self.state, self.txn, StopRequested(job=victim.job), self.now)
+            fold(self.state, self.txn, StopRequested(job=victim.job, for_job=row.ask.id), self.now)
             self.decisions.append(
                 Preempt(
                     job=victim.job,
@@ -486,6 +486,22 @@ class _Pass:
         for victim in chosen:
             self.tentative.keep(victim.to)
         return wait
+
+    def _was_stopped_for(self, row: LiveJob, chosen: Sequence[Victim]) -> bool:
+        """Whether stopping these would close a circle: the job was stopped for one of them, or they were for the job.
+
+        Who was stopped for whom stays a strict order until something happens that decisions do not cause; where jobs
+        take turns, until the next round.
+        """
+        begin = self.now // round_s * round_s if (round_s := self.profile.round_s) else 0.0
+        pairs = {pair for pair, at in self.state.stopped_for.items() if at >= begin}
+        before = found = {row.ask.id, row.ask.key[0]}  # a log names the job that a part is of
+        if all(pairs & {(victim.job, one) for one in before} for victim in chosen):
+            return True
+        while found:
+            found = {other for job, other in pairs if job in found} - before
+            before = before | found
+        return any(victim.job in before for victim in chosen)
 
     def _would_start(self, row: LiveJob, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.

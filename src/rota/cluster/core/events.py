@@ -30,7 +30,7 @@ class JobHolds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResized:
-    """A running job has these devices now, at least those that it asked for."""
+    """A job that holds devices has these now, at least those that it asked for and that are there."""
 
     job: JobId
     held: Allocations
@@ -56,11 +56,12 @@ class PairUndone:
 class StopRequested:
     """A job was asked for all its devices, or for those of a part of it; it holds them until it lets go.
 
-    ``final``: then it ends or is paused, and does not wait again.
+    ``final``: then it ends or is paused, and does not wait again. ``for_job``: for whom it is, if for one.
     """
 
     job: JobId
     final: bool = False
+    for_job: JobId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,9 @@ def note(state: State, event: Event, now: float) -> None:
 def fold(state: State, txn: Txn, event: Event, now: float) -> None:
     """The same inside an open transaction, which may be undone."""
     row = state.jobs.get(event.job) if not isinstance(event, JobArrived | NodeChanged | Tick) else None
+    if state.stopped_for and _is_from_outside(event, row):
+        for pair in tuple(state.stopped_for):
+            txn.drop(state.stopped_for, pair)
     match event:
         case JobArrived(ask=ask):
             old = state.jobs.get(ask.id)
@@ -175,15 +179,17 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
             state.hold(txn, job, held, now=now, choice=choice)
-        case JobResized(job=job, held=held) if row is not None and row.phase == "running":
+        case JobResized(job=job, held=held) if row is not None and row.held:
             state.resize(txn, job, held)
         case JobMeasured(rate=rate) if row is not None and row.held:
             state.put(txn, replace(row, rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
-        case StopRequested(job=job, final=final) if row is not None and row.held:
+        case StopRequested(job=job, final=final, for_job=for_job) if row is not None and row.held:
             for one in state.whole(job):
                 state.put(txn, replace(state.jobs[one], phase="stopping", final=final))
+            if for_job:
+                txn.put(state.stopped_for, (job, for_job), now)
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
             served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s
             # A time that is over is none: else each of those that let go would wait in a line of its own.
@@ -200,3 +206,20 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.drop(txn, job)
         case _:
             pass
+
+
+def _is_from_outside(event: Event, row: LiveJob | None) -> bool:
+    """Whether an event is more than what follows from decisions: who asks or what there is has changed."""
+    match event:
+        case JobArrived(ask=ask):
+            return ask.part_of is None
+        case JobGone():
+            return row is not None and row.ask.part_of is None
+        case JobReleased():
+            return row is not None and (row.phase != "stopping" or row.final)
+        case JobPaused(paused=paused):
+            return not paused
+        case NodeChanged():
+            return True
+        case _:
+            return False

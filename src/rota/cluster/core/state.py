@@ -105,6 +105,7 @@ class State:
     (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone;
     ``rank_steps``: by change the one before it of that queue, and who came or left), ``ends`` the expected ends of who
     holds devices, soonest first, ``parts`` what jobs hold or ask for beside their admission,
+    ``stopped_for`` who was stopped for whom, and when, since something happened that decisions do not cause,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
     ``taken`` what ended jobs took of the time that they asked, ``used_by`` what users hold in queues that limit them,
     ``users`` by queue and user the lines in which he waits, and one more where he holds something that is limited,
@@ -144,6 +145,7 @@ class State:
         self.beyond: dict[tuple[str, int], set[JobId]] = {}
         self.ends: list[tuple[float, JobId]] = []
         self.parts: dict[JobId, dict[JobId, None]] = {}
+        self.stopped_for: dict[tuple[JobId, JobId], float] = {}
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
         self.taken: Book = {}
@@ -211,7 +213,7 @@ class State:
             h.update(repr(self.jobs[job]).encode())
         parts = {job: sorted(parts) for job, parts in self.parts.items() if parts}
         by_user = {key: used.tolist() for key, used in self.used_by.items() if used.any()}
-        for mapping in (self.data, self.taken, parts, by_user):
+        for mapping in (self.data, self.taken, parts, by_user, self.stopped_for):
             h.update(repr(sorted(mapping.items())).encode())
         return h.hexdigest()[:16]
 
@@ -564,7 +566,7 @@ class State:
         new.ranked = {queue: list(entries) for queue, entries in self.ranked.items()}
         new.ranked_at, new.rank_steps, new._changes, new.promised, new.beyond = {}, {}, 0, {}, {}
         new.empty_fits, new.leaf_uses, new.next_level = {}, {}, {}
-        new.used_by = dict(self.used_by)
+        new.used_by, new.stopped_for = dict(self.used_by), dict(self.stopped_for)
         new.users = {queue: dict(counts) for queue, counts in self.users.items()}
         new.undone, new.data, new.taken = dict(self.undone), dict(self.data), dict(self.taken)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], VerdictCache(), None

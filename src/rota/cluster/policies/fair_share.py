@@ -12,7 +12,7 @@ from rota.cluster.core.capacity import CPU, GPU, MEM, Vector
 from rota.cluster.core.jobs import LiveJob, Shape
 from rota.cluster.core.preemption import choose_victims
 from rota.cluster.core.profile import Placer, Profile, Rank, Victim
-from rota.cluster.core.promises import UNCOVERED
+from rota.cluster.core.promises import UNCOVERED, beyond, promise_level
 from rota.cluster.core.quota import borrowing_share
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
@@ -97,7 +97,7 @@ class FairBorrowing:
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         found = self.cheapest.victims(state, txn, row, placer, now)
-        if found is not None or row.ask.opportunistic or row.ask.queue not in state.queues.row:
+        if found is not None or not _may_share(state, row):
             return found
         mine = _share_with(state, row)
         taken, left = self._by_final_share(state, row, mine)
@@ -147,13 +147,12 @@ def _share_with(state: State, row: LiveJob) -> Fraction | float:
 
 def _takeable(state: State, row: LiveJob) -> Iterator[tuple[str, list[LiveJob]]]:
     """By queue that borrows more than that of the job will: who may be stopped there, the lowest and newest last."""
-    mine = _share_with(state, row)
+    mine, over = _share_with(state, row), beyond(state, row)
     by_queue = dict[str, list[LiveJob]]()
     for (path, _), jobs in state.running.items():
         if path != row.ask.queue and path in state.queues.row and state.queues.gives_back(path):
-            by_queue.setdefault(path, []).extend(
-                one for job in jobs if (one := state.jobs[job]).ask.may_stop and job not in state.started
-            )
+            able = (state.jobs[job] for job in over.intersection(jobs) - state.started.keys())
+            by_queue.setdefault(path, []).extend(one for one in able if one.ask.may_stop)
     for path, rows in by_queue.items():
         queue = state.queues.row[path]
         if rows and borrowed(state, queue, state.used[queue]) > mine:
@@ -161,11 +160,17 @@ def _takeable(state: State, row: LiveJob) -> Iterator[tuple[str, list[LiveJob]]]
             yield path, rows
 
 
+def _may_share(state: State, row: LiveJob) -> bool:
+    """Whether a job would borrow: for one that a promise covers ``LeastCost`` takes all that none covers."""
+    able = not row.ask.opportunistic and row.ask.queue in state.queues.row
+    return able and promise_level(state, row) == UNCOVERED
+
+
 def _may_take(state: State, row: LiveJob) -> bool:
     """Whether ``FairBorrowing`` could find a victim."""
     if stops(state, row):
         return True
-    if row.ask.opportunistic or row.ask.queue not in state.queues.row:
+    if not _may_share(state, row):
         return False
     mine = _share_with(state, row)
     paths = {path for (path, _), jobs in state.running.items() if jobs and path != row.ask.queue}

@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.views.job_history import JobHistory, begin_history
 from rota.spec import events as e
 from rota.spec.errors import BadInput, UnknownName, did_you_mean
 from rota.spec.events import Record
 from rota.spec.ids import JobId, NodeId
-from rota.spec.queue import DEFAULT_QUEUE, Queue
+from rota.spec.queue import DEFAULT_QUEUE, Queue, queue_from_json
 from rota.spec.resources import Device, Health, Node
 
 REPLACED_MAX = 100

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.state import State
-from rota.cluster.live import queue_from_json
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
 from rota.service.accounts import Role
@@ -66,7 +65,7 @@ from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
 from rota.spec.events import AlertAcknowledged, NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
-from rota.spec.queue import Queue
+from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health
 from rota.spec.states import JobState

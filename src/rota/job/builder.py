@@ -318,7 +318,9 @@ class Job:
         A value that does not know its name is looked for in ``names``, those of a module.
         """
         module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
-        if not module or not name or "<" in name:  # a generator, a lambda, what a function defines
+        if (
+            not module or not name or "<" in name
+        ):  # nothing of a generator, a lambda or what a function defines can be imported by name
             module = names.get("__name__", "")
             name = next((key for key, value in names.items() if value is target and key[:2] != "__"), "")
         if not name:
@@ -326,7 +328,7 @@ class Job:
             raise BadInput(f"no import path leads to this {type(target).__name__}", hint=hint)
         file = getattr(sys.modules.get(module), "__file__", None)
         if module == "__main__" and file is not None and not Path(file).is_file():
-            file = None  # "<stdin>"
+            file = None  # code of stdin or a notebook is in no file that an instance could read
         if file is not None and self._spec.workdir is None:
             depth = 0 if module == "__main__" else module.count(".")
             self._spec = replace(self._spec, workdir=str(Path(file).absolute().parents[depth]))

@@ -201,8 +201,7 @@ class _Hashed:
 
 
 def _write_tar(workdir: Path, entries: Iterable[Entry], out: _Hashed) -> None:
-    # "w|": a stream, written from front to back once
-    stream = cast("IO[bytes]", out)
+    stream = cast("IO[bytes]", out)  # of which "w|" needs ``write`` alone: it never goes back
     with tarfile.open(mode="w|", fileobj=stream, format=tarfile.PAX_FORMAT) as archive:
         for one in entries:
             info = tarfile.TarInfo(one.path)

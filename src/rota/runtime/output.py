@@ -126,7 +126,7 @@ def tail_lines(log: Path | LogFile, count: int) -> list[LogLine]:
         step = min(BLOCK_BYTES, start)
         start -= step
         data = log.read(start, step) + data
-    if start > 0:  # the first piece is a part of a line
+    if start > 0:  # blocks are cut anywhere: half a line has no stamp
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
     data = data[: data.rfind(b"\n") + 1]
@@ -143,7 +143,7 @@ def find_offset(log: Path | LogFile, since: float) -> int:
         ts = _first_stamp(log, middle * BLOCK_BYTES)
         low, high = (low, middle - 1) if ts is None or ts >= since else (middle, high)
     offset = low * BLOCK_BYTES
-    if offset:  # the block begins inside a line
+    if offset:  # the time of half a line cannot be read
         head = log.read(offset, LINE_BYTES_MAX)
         offset += head.find(b"\n") + 1 or len(head)
     while lines := read_lines(log, offset):

@@ -151,7 +151,7 @@ def demand_of(process: ProcessId) -> Demand | None:
                 try:
                     used, waited = (task / "schedstat").read_text().split()[:2]
                     seconds += (int(used) + int(waited)) / 1e9
-                except OSError:  # a kernel without it
+                except OSError:  # a kernel without schedstat: ticks of 10 ms are better than nothing
                     seconds += (int(stat[11]) + int(stat[12])) / _TICKS_PER_S
     return Demand(seconds=seconds, runs=runs) if is_alive(process) else None
 

@@ -54,7 +54,8 @@ SILENT_S: Final = 90.0
 """A connection between machines over which nothing comes through for this long is broken: longer than the time after
 which an instance without an answer of its master ends itself."""
 _KEEPALIVE_S: Final = 15
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS: Final = struct.Struct("3i")
+"""As the kernel fills it (unix(7)): process, user and group of the other side, who cannot choose them."""
 _REFUSED_S: Final = 1.0
 _CONNECT_S, _CONNECT_POLL_S = 10.0, 0.005
 _ACCEPT_PAUSE_S: Final = 0.1

@@ -142,5 +142,5 @@ def device_usage() -> list[DeviceUsage]:
 def _number(text: str) -> float | None:
     try:
         return float(text)
-    except ValueError:  # [N/A]
+    except ValueError:  # the driver writes [N/A] for what a device does not measure
         return None

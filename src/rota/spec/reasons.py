@@ -32,7 +32,9 @@ class ReasonInfo:
 
 
 def _info(family: str, fault: str, text: str, ends_in: JobState | None = None) -> tuple[str, ReasonInfo]:
-    return cast("str", auto()), ReasonInfo(family, fault, text, ends_in)  # the enum puts the member's name there
+    return cast("str", auto()), ReasonInfo(
+        family, fault, text, ends_in
+    )  # ``_generate_next_value_`` makes the name of it
 
 
 _waits = partial(_info, "waiting", "policy")

@@ -419,7 +419,7 @@ class MemoryCheckpoints:
             found = self._plane.get_group(self._group)
         except TensorError:
             return None
-        metas = found.meta if isinstance(found.meta, list) else [found.meta]  # one for each part
+        metas = found.meta if isinstance(found.meta, list) else [found.meta]  # one part alone comes without a list
         mine = any(name.startswith(f"{self._rank}/") for name in found)
         if not mine or {meta["plan"] for meta in metas} != {self._plan}:
             return None

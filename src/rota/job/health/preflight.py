@@ -171,7 +171,10 @@ def _round(
         try:
             store.wait(keys, timedelta(seconds=max(0.001, left_s)))
             found[pair] = max(float(store.get(key)) for key in keys)
-        except (RuntimeError, ValueError):  # nothing in time, or "None"
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # no answer in time, or one without a number: the pair counts as not measured
             found[pair] = None
     return found
 

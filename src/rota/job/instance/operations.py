@@ -303,7 +303,7 @@ class ClassRunner:
             return Refusal(kind="stale", text=f"{self._config.id.role} has no operation {request.op!r}")
         with UserCode() as loading:
             await self._enter(formed, request.weights, request.loop_epoch)
-        if loading.failed:  # nothing ran
+        if loading.failed:  # the operation did not begin, so it may be sent again whatever its retry class
             return Refusal(kind="stale", text=self._failed(formed, loading.take(), report=True).text)
         if op is None:
             formed.leave()

@@ -91,7 +91,7 @@ class Holdings:
         gone = [self.released.popleft() for _ in range(len(self.released))]
         try:
             transport.delete(plane, [(name, store) for name, store in gone if name not in self._alive])
-        except BaseException:  # for the next time
+        except BaseException:  # the next call gives them back: else they are held as long as the process lives
             self.released.extend(gone)
             raise
 
@@ -249,7 +249,7 @@ class Box:
 
     def _put(self, array: Tensor) -> Tensor:
         if id(array) in self._seen:
-            return self._seen[id(array)]  # an argument that is passed on
+            return self._seen[id(array)]  # it came in an argument: it is in the store already
         dtype = str(array.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES or 0 in array.shape:
             return array
@@ -259,7 +259,7 @@ class Box:
             store = transport.own_store(plane)
             plane.put(name, array)
         except (OutOfMemory, NotReachable):
-            return array  # it travels in the answer
+            return array  # the call must not fail for want of room: the bytes travel in its answer
         self._count += 1
         return Ref((RowRange(name, 0, array.shape[0], store),), tuple(array.shape), dtype, is_torch(array))
 

@@ -152,7 +152,7 @@ def cursor_with(cursor: JsonObject, n: int, published: Mapping[str, int], cut: F
     """
     weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
     found = {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
-    return {name: found[name] for name in sorted(found)}  # as a store gives it back
+    return {name: found[name] for name in sorted(found)}  # sorted as a store gives it back: replays compare them
 
 
 def _peers(ctx: JobContext) -> Iterator[Peer]:

@@ -488,7 +488,7 @@ class GatewayClient:
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         if self._child is not None:
-            self._child.poll()  # reap
+            self._child.poll()  # else it stays a zombie, and looks alive
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(self._files.address, limit=2 * MESSAGE_BYTES_MAX)
         record = self._files.run.find_alive(RECORD)
@@ -501,7 +501,7 @@ class GatewayClient:
             if self._child is not None and self._child.poll() is not None:
                 return None
             await asyncio.sleep(0.02)
-        if record is not None:  # alive but deaf
+        if record is not None:  # it does not answer, and would keep the socket from the next one
             await asyncio.to_thread(process.stop, record.id, grace_s=0.0)
         return None
 

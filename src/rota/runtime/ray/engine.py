@@ -52,12 +52,12 @@ _GCS_DEATHS_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.02
 
-# initial delay, period, timeout in ms, threshold
 _HEALTH: Mapping[Health, tuple[int, int, int, int]] = {
     "fast": (0, 500, 500, 3),
     "normal": (0, 1000, 2000, 3),
     "slow": (0, 3000, 10_000, 5),
 }
+"""Of the checks of nodes by the GCS: first after, every, and time-out in ms; failures until a node counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

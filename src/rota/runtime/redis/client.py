@@ -49,7 +49,7 @@ class Address:
             if parts.scheme == "redis" and parts.hostname:
                 db, port = int(parts.path.lstrip("/") or 0), parts.port or _DEFAULT_PORT
                 return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
-        except ValueError:  # a port or database that is not a number
+        except ValueError:  # a port or database that is not a number is refused below, as every other form
             pass
         shown = url.rpartition("@")[2]  # a password is shown nowhere
         raise BadInput(f"registry URL ...{shown!r}: unix:///PATH?db=N or redis://HOST:PORT/DB")

@@ -323,7 +323,7 @@ def _had_its_fill(*_: Any) -> None:
     for fd in (1, 2):
         poller.register(fd, 0)
     if gone := [fd for fd, what in poller.poll(0) if what & select.POLLERR]:
-        for fd in gone:  # what is still to be flushed
+        for fd in gone:  # Python flushes at its end: without a reader that would print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if 1 in gone:
             sys.exit(0)

@@ -139,9 +139,9 @@ class Engine(GatewayClient):
             nodes = [codec.from_json_value(Node, one) for one in found["nodes"]]
             self.unusable = tuple(found.get("unusable", ()))
             return tuple(located(node, topology) for node in nodes), frozenset(found["alive"])
-        except BadInput as error:  # of the file that says where machines are
+        except BadInput as error:  # a mistake in topology.yaml must not end the service: jobs run on
             raise EngineUnavailable(error.message, hint=error.hint) from error
-        except (ValueError, TypeError, KeyError) as error:  # of another version
+        except (ValueError, TypeError, KeyError) as error:  # a gateway of another version answers in another form
             raise EngineUnavailable(str(error)) from error
 
 

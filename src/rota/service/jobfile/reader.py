@@ -309,7 +309,7 @@ def find_place(root: Node, path: Path) -> Place:
     for part in path:
         if isinstance(part, int):
             if not isinstance(node, SequenceNode) or part >= len(node):
-                return best  # one value without brackets
+                return best  # a list of one value was written without brackets, so there is no deeper place
             node = node[part]
             best = node.place
             continue

@@ -35,7 +35,9 @@ class _AsItIs:
         described = handler(source)
 
         def describe(_: CoreSchema, to_json: GetJsonSchemaHandler) -> JsonSchemaValue:
-            return to_json(core_schema.definitions_schema(described, []))  # by its name, not its text
+            return to_json(
+                core_schema.definitions_schema(described, [])
+            )  # a reference: written out, one document would stand in each that has it
 
         as_it_is = core_schema.wrap_serializer_function_ser_schema(_unchanged, schema=described)
         return core_schema.any_schema(metadata={"pydantic_js_annotation_functions": [describe]}, serialization=as_it_is)

@@ -298,7 +298,7 @@ def _check_free(home: Home, files: MachineFiles, wanted: Membership) -> None:
     if known is not None and replace(known, token=wanted.token) != wanted:
         text = f"this machine is {known.host} of {known.url} already"
         raise Conflict(text, hint="first: rota leave")
-    if known is None and files.root.exists():  # of a join that was killed
+    if known is None and files.root.exists():  # a join that was killed left it: no other would clear it away
         _end(files)
 
 

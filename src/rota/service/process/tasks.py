@@ -110,7 +110,7 @@ def _watch_supervisor(app: AppState, looks: HangWatch) -> None:
         return
     if looks.which == record.id:
         note_replaced(run.path, SUPERVISOR, record.pid, "ended")
-        looks.which = None  # noted once
+        looks.which = None  # its end is noted once, however often it is looked at
     ensure_supervisor(app.settings, app.home)
 
 

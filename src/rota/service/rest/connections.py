@@ -88,7 +88,7 @@ class Connections:
     def forget(self, one: Connection) -> None:
         """It is closed; harmless if it was forgotten before."""
         if (address := self._open.pop(one, None)) is not None:
-            self._of -= Counter([address])  # leaves no zeros
+            self._of -= Counter([address])  # drops an address at 0: else the table grows with each that ever came
 
     def renew(self, one: Connection) -> None:
         """It has had an answer: others are older now."""

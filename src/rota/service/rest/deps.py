@@ -165,7 +165,7 @@ class AppState:
         try:
             yield
         finally:
-            self.execs -= Counter([user])  # leaves no zeros
+            self.execs -= Counter([user])  # drops a user at 0: else the table grows with each that ever came
 
     def seen(self, caller: Caller, job: str) -> JobHistory:
         """A job that the caller may know of. Raises UnknownName or BadInput (several fit)."""
@@ -207,7 +207,7 @@ class AppState:
 
     def close_stream(self, user: str) -> None:
         """A long answer is over."""
-        self.streams_of -= Counter([user])  # leaves no zeros
+        self.streams_of -= Counter([user])  # as ``execs``
 
 
 def _allowed(job: JobHistory, may: Callable[[Caller, JobHistory], bool], caller: Caller, what: str) -> JobHistory:

@@ -251,7 +251,11 @@ def port_path(job: JobId, instance: str, name: str) -> str:
 
 
 def _progress_report(beat: HeartbeatFields) -> ProgressReport:
-    older: dict[str, float] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}  # what an older process does not send
+    older: dict[str, float] = {
+        "step_s": 0.0,
+        "cpus": 0.0,
+        "rss_bytes": 0,
+    }  # one of an older version runs on over an upgrade, and does not send these
     return document(
         ProgressReport,
         beat,

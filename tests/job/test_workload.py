@@ -13,6 +13,7 @@ import pytest
 
 import rota
 from rota.job.workload import interface_of, marks_of, op
+from rota.service.process.assembly import PRELOAD
 from rota.spec.errors import BadInput
 
 
@@ -189,6 +190,13 @@ def test_importing_rota_loads_neither_torch_nor_ray() -> None:
     code = "import sys, rota; rota.op, rota.Job, rota.Shard, rota.Res; print({'torch', 'ray'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert shown.stdout.strip() == "set()"
+
+
+def test_what_a_ready_process_has_imported_leaves_the_threads_of_numpy_to_the_job() -> None:
+    """NumPy settles them when it is imported, and the share of cores of an instance is set before that."""
+    code = f"import importlib, sys; [importlib.import_module(one) for one in {PRELOAD}]; print('numpy' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
+    assert shown.stdout.strip() == "False"
 
 
 def test_dir_lists_what_exists_and_a_wrong_name_is_an_attribute_error() -> None:

@@ -10,6 +10,7 @@ from standing import Standing
 from test_cli import own_home, with_cli
 
 from rota.job import checkpoint
+from rota.job.rpc.peers import folder_of
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -40,7 +41,7 @@ async def paused(service: Standing, folder: Path) -> None:
     for n in range(1, 5):
         service.as_master("sums-1", Committed(n=n, loop_epoch=first, cursor={"cut": {"at": n}}))
         if n in (2, 3):
-            path = checkpoint.folder_of(root, n, first)
+            path = folder_of(root, n, first)
             checkpoint.write(path, InstanceId(RoleName("loop"), 0), {"n": n})
             service.as_master("sums-1", CheckpointSaved(n=n, path=str(path), cursor={"cut": {"at": n}}))
     number = service.as_master(

@@ -373,11 +373,6 @@ class CheckpointTimer:
         self.hurried = True
 
 
-def folder_of(root: Path, n: int, epoch: Epoch) -> Path:
-    """Where the checkpoint of commit ``n`` by a loop epoch lies; no two epochs write into one folder."""
-    return root / f"step-{n}.e{epoch}"
-
-
 def file_of(folder: Path, owner: InstanceId | str) -> Path:
     """The file of one instance, or of what is kept of a weights edge."""
     stem = f"{owner.role}-{owner.rank}" if isinstance(owner, InstanceId) else f"weights.{owner}"

@@ -11,6 +11,7 @@ import pytest
 from tests.real.tensors.crew import Crew, clean, repeats, wait_until
 
 from rota.job import checkpoint
+from rota.job.rpc.peers import folder_of
 from rota.spec.errors import Fenced
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.tensors import errors
@@ -254,7 +255,7 @@ def test_a_commit_goes_from_memory_to_disk_and_the_newer_of_both_comes_back(plan
     job, one = JobId("j"), InstanceId(RoleName("a"), 0)
     checkpoint.save(plane, job, one, 5, Epoch(2), {"by": 2})
     checkpoint.publish(plane, job, "a-r", 4, Epoch(2), {"w": np.arange(3.0)})
-    folder = checkpoint.folder_of(tmp_path, 5, Epoch(2))
+    folder = folder_of(tmp_path, 5, Epoch(2))
     checkpoint.keep(plane, job, one, 5, folder)
     checkpoint.keep(plane, job, "a-r", 4, folder)
     assert checkpoint.read(checkpoint.file_of(folder, one)) == {"by": 2}
@@ -262,9 +263,9 @@ def test_a_commit_goes_from_memory_to_disk_and_the_newer_of_both_comes_back(plan
     for owner, n in ((one, 6), ("a-r", 5), (InstanceId(RoleName("a"), 1), 5)):
         with pytest.raises(checkpoint.StateLost):
             checkpoint.keep(plane, job, owner, n, folder)
-    checkpoint.write(checkpoint.folder_of(tmp_path, 5, Epoch(1)), one, {"by": 1})
+    checkpoint.write(folder_of(tmp_path, 5, Epoch(1)), one, {"by": 1})
     assert checkpoint.restored(plane, tmp_path, job, one, 5) == {"by": 2}
-    checkpoint.write(checkpoint.folder_of(tmp_path, 5, Epoch(7)), one, {"by": 7})
+    checkpoint.write(folder_of(tmp_path, 5, Epoch(7)), one, {"by": 7})
     assert checkpoint.restored(plane, tmp_path, job, one, 5) == {"by": 7}, "it was committed anew on another host"
     for name in ("shadow/j/a/0", "weights/j/a-r"):
         plane.delete(name)

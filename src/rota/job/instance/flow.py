@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rota.job import checkpoint
-from rota.job.checkpoint import CheckpointTimer, folder_of, prune
+from rota.job.checkpoint import CheckpointTimer, prune
 from rota.job.core.ledger import FlowCut
 from rota.job.core.progress import bad_losses
 from rota.job.core.survival import commits_kept
@@ -47,7 +47,16 @@ from rota.job.instance.streams import Streams
 from rota.job.rpc import payload
 from rota.job.rpc.client import Request, in_order
 from rota.job.rpc.dispatch import of_items
-from rota.job.rpc.peers import CommitAgain, CommitCheckpoint, CommitDone, CommitRefused, Peer, PeerTable, master_handle
+from rota.job.rpc.peers import (
+    CommitAgain,
+    CommitCheckpoint,
+    CommitDone,
+    CommitRefused,
+    Peer,
+    PeerTable,
+    folder_of,
+    master_handle,
+)
 from rota.job.workload import FLOW
 from rota.runtime import directory
 from rota.runtime.launcher import Call, CallTimeout, ProcessGone

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.resize import places
-from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
+from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, folder_of, table_of
 from rota.runtime import secrets
 from rota.runtime.clock import Clock, backoff
 from rota.runtime.environ import NODE, Home

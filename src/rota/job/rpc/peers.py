@@ -47,6 +47,11 @@ def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
     return given or str(Path(place.home) / "checkpoints" / place.job)
 
 
+def folder_of(root: Path, n: int, epoch: Epoch) -> Path:
+    """Where the checkpoint of commit ``n`` by a loop epoch lies; no two epochs write into one folder."""
+    return root / f"step-{n}.e{epoch}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """One instance as others see it. ``started_epoch`` names its process; ``ready`` = takes calls under ``epoch``."""

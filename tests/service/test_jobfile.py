@@ -73,6 +73,8 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {command: hi}", "job.yaml:2:7: roles.a.command: unknown field; did you mean 'run'?"),
         ("  a: {run: hi, count: 2}", "job.yaml:2:16: roles.a.count: unknown field; did you mean 'replicas'?"),
         ("  a: {run: hi, mem: 1GiB}", "job.yaml:2:16: roles.a.mem: unknown field; did you mean 'resources.memory'?"),
+        ("  a: {run: hi, env: {packages: [x]}}", "job.yaml:2:32: roles.a.env.packages: expected text, got a list; variables are text; 'packages:' installs packages"),
+        ("  a: {run: hi}\napiVersion: v1", "job.yaml:3:1: apiVersion: unknown field; a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files"),
         ("  a: {Run: hi}", "job.yaml:2:7: roles.a.Run: unknown field; did you mean 'run'?"),
         ("  a: {run: hi, cpus: 3}", "job.yaml:2:16: roles.a.cpus: unknown field; did you mean 'resources.cpus'?"),
         ("  a: {run: hi, cpu: 3}", "job.yaml:2:16: roles.a.cpu: unknown field; did you mean 'resources.cpus'?"),

@@ -65,6 +65,14 @@ def test_an_explanation_keeps_the_pins_of_the_search_and_repeats_its_question(
     assert "why not pp=1, tp=2: faster: " in capsys.readouterr().out
 
 
+def test_a_hardware_that_is_named_by_its_type_is_answered_with_the_shipped_name(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, said in (("H100", "did you mean 'h100-96g'?"), ("abacus", "shipped: a100-80g-dgx, ")):
+        assert call([*search_words(model), "--hardware", name]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_offload_that_nobody_asked_for_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = search_words(model, gpus=1, memory=10)
     assert call(words) == 0

@@ -24,7 +24,7 @@ from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, MissingExtra, RotaError, nearest
 from rota.spec.resources import counted
 from rota.train.plan.explain import PlanExplanation, explain, least_memory, parse_degrees, why_not
-from rota.train.plan.hardware import CPU_TYPE, SHIPPED, Hardware, hardware_from_json
+from rota.train.plan.hardware import CPU_TYPE, SHIPPED, Hardware, hardware_from_json, hardware_of_type
 from rota.train.plan.importers import from_galvatron, hardware_from_any, model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ModelShape, ParallelPlan
@@ -140,9 +140,9 @@ def find_hardware(name_or_path: str) -> Hardware:
         return SHIPPED[name_or_path]
     path = Path(name_or_path)
     if not path.exists():
-        raise BadInput(
-            f"hardware: {name_or_path!r} is neither a file nor a shipped name", hint=f"shipped: {', '.join(SHIPPED)}"
-        )
+        meant = hardware_of_type(name_or_path)
+        hint = f"did you mean '{meant.name}'?" if meant else f"shipped: {', '.join(SHIPPED)}"
+        raise BadInput(f"hardware: {name_or_path!r} is neither a file nor a shipped name", hint=hint)
     return hardware_from_any(read_json(path, "hardware"))
 
 

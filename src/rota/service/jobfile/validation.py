@@ -471,6 +471,14 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
 }
 """What other systems call a field."""
+_MANIFEST = "a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files"
+OTHER_FILES: dict[str, str] = {
+    "apiVersion": _MANIFEST,
+    "kind": _MANIFEST,
+    "metadata": "write the name as 'name:'",
+    "spec": "write each container as a role: 'roles: {main: {run: [python, train.py]}}'",
+}
+"""What to do with a field of the files of other systems."""
 
 
 def read_part(model: type[P], root: Node, errors: ErrorCollector, above: Path = ()) -> P | None:
@@ -508,8 +516,12 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
             meant = meant or next(
                 (f"{outer}.NAME.{name}" for outer, (_, field) in known.items() if name in _each(field)), ""
             )
-            hint = f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
+            hint = (OTHER_FILES.get(name, "") if len(loc) == 1 and not above else "") or (
+                f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
+            )
             hint = hint or nearest(name, [*known], "fields")
+    elif path[-2:-1] == ("env",):
+        hint = hint or "variables are text; 'packages:' installs packages"
     errors.add(place, (*above, *path), message, hint=hint, code=code)
 
 

@@ -227,7 +227,8 @@ def find_engine(home: Path) -> EngineState | None:
 def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.0) -> EngineState:
     """The engine of this home: the living one, watched again if its watcher died, or a new one.
 
-    Each storage has ``timeout_s``: memory is tried only when RocksDB failed, not because the machine is slow.
+    Each try has ``timeout_s``. Memory, in which the loss of the GCS is that of the engine, is tried once RocksDB has
+    failed twice: the first time the machine may have been busy, or another process have taken the port.
     Raises EngineUnavailable when the engine does not come up; the hint names the log.
     """
     files = EngineFiles(home)
@@ -240,9 +241,9 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.
         process.write_private(files.token, secrets.token_hex(32))
         engine = secrets.token_hex(6)
         folder = _short_folder(files)
-        order: tuple[Storage, ...] = ("rocksdb", "memory") if settings.storage == "rocksdb" else ("memory",)
+        tries: tuple[Storage, ...] = ("rocksdb", "rocksdb", "memory") if settings.storage == "rocksdb" else ("memory",)
         reasons = list[str]()
-        for storage in order:
+        for storage in tries:
             at = f"[{settings.listen}]" if ":" in settings.listen else settings.listen
             config = {"head": True, "address": f"{at}:{free_port(settings.listen)}", "folder": str(folder)}
             try:

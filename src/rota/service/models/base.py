@@ -35,9 +35,8 @@ class _AsItIs:
         described = handler(source)
 
         def describe(_: CoreSchema, to_json: GetJsonSchemaHandler) -> JsonSchemaValue:
-            return to_json(
-                core_schema.definitions_schema(described, [])
-            )  # a reference: written out, one document would stand in each that has it
+            # As a reference: written out, one document would stand in each that has it.
+            return to_json(core_schema.definitions_schema(described, []))
 
         as_it_is = core_schema.wrap_serializer_function_ser_schema(_unchanged, schema=described)
         return core_schema.any_schema(metadata={"pydantic_js_annotation_functions": [describe]}, serialization=as_it_is)

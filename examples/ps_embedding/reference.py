@@ -7,9 +7,9 @@ import ps_embedding as job
 import words
 
 from rota.train.data import StaticOrder
-from rota.train.ps.table import Table
+from rota.train.ps.table import ParameterTable
 
-tables = {spec.name: Table(spec) for spec in job.TABLES}
+tables = {spec.name: ParameterTable(spec) for spec in job.TABLES}
 orders = [StaticOrder(len(words.corpus().train)) for _ in range(2)]
 loss = 0.0
 for clock in range(job.ROUNDS * job.CLOCKS):

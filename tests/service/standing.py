@@ -25,7 +25,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.job_files import FileRows, JobFiles
+from rota.runtime.job_files import FileEntries, JobFiles
 from rota.runtime.process import execute_command
 from rota.runtime.ray.engine import EngineAccess
 from rota.runtime.terminal import Terminals
@@ -112,7 +112,7 @@ class PlayedEngine:
             found = self.terminals.write(name, user, offset, base64.b64decode(data), size, leave)
         return None if found is None else (1, found)
 
-    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileRows:
+    async def list_files(self, host: str, job: JobId, area: str, path: str = "", after: str = "") -> FileEntries:
         return self._files(host).listed(job, area, path, after)
 
     async def read_file(self, host: str, job: JobId, area: str, path: str, offset: int, count: int) -> bytes:

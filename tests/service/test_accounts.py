@@ -13,7 +13,7 @@ import pytest
 from standing import Standing, listening, standing, with_service
 
 from rota.runtime.secrets import Vault, masked
-from rota.service.accounts import LOCAL, REDACTED, Caller, Redactor, Role
+from rota.service.accounts import LOCAL, REDACTED, Caller, Redactor, UserRole
 from rota.service.rest import auth as audit_file
 from rota.service.rest import deps
 from rota.service.rest.app import application
@@ -543,7 +543,7 @@ def test_what_another_tenant_may_not_know_is_gathered_once_for_a_page(tmp_path: 
             return super().values()
 
     story = SimpleNamespace(queue="prod", submitted=SimpleNamespace(user="bob"))
-    redactor = Redactor(Jobs({"zebra-1": story}), Caller(user="ann", by="token", grants=(("research", Role.USER),)))
+    redactor = Redactor(Jobs({"zebra-1": story}), Caller(user="ann", by="token", grants=(("research", UserRole.USER),)))
     shown = [redactor.redact({"by": "bob", "text": f"zebra-1 holds {i}"}) for i in range(1000)]
     assert len(looks) == 1 and shown[7] == {"by": REDACTED, "text": f"{REDACTED} holds 7"}
 

@@ -11,7 +11,7 @@ import pytest
 from tests.service.standing import Standing, listening, stream, with_service
 
 from rota.runtime.environ import Home
-from rota.runtime.job_files import FILES_LABEL, OWN_FILES, FileRows
+from rota.runtime.job_files import FILES_LABEL, OWN_FILES, FileEntries
 from rota.service.aclient import AsyncClient
 from rota.service.control import job_files
 from rota.service.copy import chosen, incoming, targets
@@ -183,7 +183,7 @@ def test_a_silent_machine_holds_up_few_requests_and_each_of_them_once(
     monkeypatch.setattr(job_files, "ANSWER_S", 0.3)
     asked = list[str]()
 
-    async def silence(host: str, *_: object) -> FileRows:
+    async def silence(host: str, *_: object) -> FileEntries:
         asked.append(host)
         await asyncio.Event().wait()
         raise AssertionError

@@ -19,7 +19,7 @@ from standing import HELLO, Standing, with_service
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.node import host_name, local_devices, machine_identity
-from rota.service.accounts import Accounts, Caller, Role
+from rota.service.accounts import AccountBook, Caller, UserRole
 from rota.service.config import load_settings
 from rota.service.machine_checks import own_versions, version_conflicts
 from rota.service.process import joined as joining
@@ -91,13 +91,13 @@ def token(role: str, user: str = "local") -> TokenMade:
 
 
 def test_only_admins_give_the_right_to_join() -> None:
-    accounts = Accounts()
+    accounts = AccountBook()
     for name, role in (("root", "admin"), ("ann", "user")):
         accounts.apply(Record(number=1, job=None, seq=0, at=0.0, event=UserChanged(name=name, grants=(("", role),))))
     for user in ("local", "root"):
         caller = accounts.caller(token("machine", user), by="token")
         caller.need_machines()
-        assert caller.joins_only and not caller.has(Role.VIEWER)
+        assert caller.joins_only and not caller.has(UserRole.VIEWER)
     for made in (token("machine", "ann"), token("user", "ann"), token("user")):
         with pytest.raises(NotAllowed, match="role machine"):
             accounts.caller(made, by="token").need_machines()
@@ -237,7 +237,7 @@ def test_a_token_of_the_role_machine_asks_the_routes_of_machines_alone(tmp_path:
 
 def test_a_token_takes_and_frees_its_own_names_alone_also_after_a_restart(tmp_path: Path) -> None:
     clock, path = VirtualClock(), tmp_path / "machines.json"
-    one, two = (Caller(user="local", by="token", token=name, grants=(("", Role.MACHINE),)) for name in ("t1", "t2"))
+    one, two = (Caller(user="local", by="token", token=name, grants=(("", UserRole.MACHINE),)) for name in ("t1", "t2"))
     admin = Caller(user="local", by="token", token="a")
 
     def wanted(token: Caller, host: str = "m1", identity: str = "i1") -> JoinedMachine:
@@ -272,7 +272,7 @@ def test_the_names_of_machines_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(machine_names, "MACHINES_MAX", 3)
     clock = VirtualClock()
     names = MachineNames(tmp_path / "machines.json", clock)
-    caller = Caller(user="local", by="token", token="t1", grants=(("", Role.MACHINE),))
+    caller = Caller(user="local", by="token", token="t1", grants=(("", UserRole.MACHINE),))
 
     def take(host: str) -> None:
         names.take(JoinedMachine(host=host, identity=host, address="", versions={}, token="t1"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rota.runtime.random import SeededRandom
-from rota.service.accounts import LOCAL, REDACTED, Accounts, Caller, Redactor, Role, Token, is_below, narrower
+from rota.service.accounts import LOCAL, REDACTED, AccountBook, Caller, Redactor, Token, UserRole, is_below, narrower
 from rota.service.rest import auth as auth_module
 from rota.service.rest.auth import (
     CODE_TTL_S,
@@ -58,7 +58,7 @@ def asked(
 
 def token_for(auth: Auth, caller: Caller | None = None, **how: Any) -> tuple[TokenMade, str]:
     caller = caller or auth.check(asked(OWN))
-    fields = {"user": "ann", "name": "t", "role": Role.ADMIN, "queue": "", "ttl_s": None, **how}
+    fields = {"user": "ann", "name": "t", "role": UserRole.ADMIN, "queue": "", "ttl_s": None, **how}
     made, whole = auth.make_token(caller, **fields)
     auth.accounts.apply(record(made, auth.clock.wall_s()))
     return made, whole
@@ -68,7 +68,7 @@ def token_for(auth: Auth, caller: Caller | None = None, **how: Any) -> tuple[Tok
 
 
 def test_the_token_of_the_installation_is_an_admin_of_everything(auth: Auth) -> None:
-    assert auth.check(asked(OWN)) == Caller(user=LOCAL, by="token", token="own", grants=(("", Role.ADMIN),))
+    assert auth.check(asked(OWN)) == Caller(user=LOCAL, by="token", token="own", grants=(("", UserRole.ADMIN),))
     assert auth.check(asked(f" {OWN} ")).user == LOCAL
     assert (
         auth.check(AuthRequest(method="GET", headers={"host": "here", "authorization": f"bearer {OWN}"})).user == LOCAL
@@ -91,12 +91,12 @@ def test_no_token_and_another_scheme_are_refused_without_being_counted(auth: Aut
 
 
 def test_a_token_of_a_user_has_the_roles_of_the_user_cut_to_its_own(auth: Auth) -> None:
-    made, whole = token_for(auth, role=Role.USER, queue="team/a")
+    made, whole = token_for(auth, role=UserRole.USER, queue="team/a")
     caller = auth.check(asked(whole))
     assert (caller.user, caller.by, caller.token) == ("ann", "token", made.id)
-    assert caller.grants == (("team/a", Role.USER),)
+    assert caller.grants == (("team/a", UserRole.USER),)
     _, all_of_it = token_for(auth)
-    assert auth.check(asked(all_of_it)).grants == (("team", Role.QUEUE_ADMIN), ("open", Role.VIEWER))
+    assert auth.check(asked(all_of_it)).grants == (("team", UserRole.QUEUE_ADMIN), ("open", UserRole.VIEWER))
 
 
 def test_a_token_ends_at_its_time_and_when_it_is_revoked(auth: Auth, clock: VirtualClock) -> None:
@@ -120,7 +120,7 @@ def test_a_token_ends_at_its_time_and_when_it_is_revoked(auth: Auth, clock: Virt
 def test_again_gives_what_the_user_may_do_by_now(auth: Auth) -> None:
     caller = auth.check(asked(token_for(auth)[1]))
     auth.accounts.apply(record(UserChanged(name="ann", grants=(("x", "user"),))))
-    assert auth.renewed(caller).grants == (("x", Role.USER),)
+    assert auth.renewed(caller).grants == (("x", UserRole.USER),)
     auth.accounts.apply(record(UserChanged(name="ann", grants=())))
     assert (auth.renewed(caller).grants, "ann" in auth.accounts.users) == ((), False)
 
@@ -249,18 +249,18 @@ def test_a_change_from_a_page_needs_the_header_of_the_page(auth: Auth) -> None:
 
 
 def test_a_new_token_is_kept_as_its_digest_alone(auth: Auth) -> None:
-    made, whole = token_for(auth, name="ci", role=Role.USER, queue="team")
+    made, whole = token_for(auth, name="ci", role=UserRole.USER, queue="team")
     assert (made.digest, made.id, made.by) == (digest_of(whole), whole.split("_")[1], LOCAL)
     assert (made.user, made.name, made.role, made.queue, made.expires_at) == ("ann", "ci", "user", "team", None)
     assert len(digest_of("x")) == 64 and len(whole.split("_", 2)[2]) >= 43
 
 
 def test_no_token_makes_one_that_may_do_or_last_more_than_itself(auth: Auth, clock: VirtualClock) -> None:
-    narrow, whole = token_for(auth, role=Role.USER, queue="team", ttl_s=100.0)
+    narrow, whole = token_for(auth, role=UserRole.USER, queue="team", ttl_s=100.0)
     caller = auth.check(asked(whole))
-    made, _ = token_for(auth, caller, role=Role.ADMIN, ttl_s=None)
+    made, _ = token_for(auth, caller, role=UserRole.ADMIN, ttl_s=None)
     assert (made.role, made.queue, made.expires_at, made.by) == ("user", "team", narrow.expires_at, "ann")
-    made, _ = token_for(auth, caller, role=Role.VIEWER, queue="team/a", ttl_s=5.0)
+    made, _ = token_for(auth, caller, role=UserRole.VIEWER, queue="team/a", ttl_s=5.0)
     assert (made.role, made.queue, made.expires_at) == ("viewer", "team/a", clock.wall_s() + 5.0)
     assert token_for(auth, caller, ttl_s=1000.0)[0].expires_at == narrow.expires_at
     for queue in ("open", "teams"):
@@ -273,7 +273,7 @@ def test_no_token_makes_one_that_may_do_or_last_more_than_itself(auth: Auth, clo
 def test_an_admin_makes_tokens_of_others_without_a_bound_of_its_own(auth: Auth) -> None:
     auth.accounts.apply(record(UserChanged(name="root", grants=(("", "admin"),))))
     caller = auth.check(asked(token_for(auth, user="root", ttl_s=50.0)[1]))
-    made, _ = token_for(auth, caller, user="ann", role=Role.QUEUE_ADMIN, queue="team")
+    made, _ = token_for(auth, caller, user="ann", role=UserRole.QUEUE_ADMIN, queue="team")
     assert (made.role, made.queue, made.expires_at, made.by) == ("queue-admin", "team", None, "root")
 
 
@@ -282,7 +282,7 @@ def test_who_may_revoke_a_token(auth: Auth) -> None:
         return TokenMade(**{"id": "z", "user": "ann", "digest": "", "role": "user", "queue": "team/a", **how})
 
     admin = auth.check(asked(OWN))
-    mine = auth.check(asked(token_for(auth, role=Role.USER, queue="team")[1]))
+    mine = auth.check(asked(token_for(auth, role=UserRole.USER, queue="team")[1]))
     assert auth.may_revoke(admin, made(user="bob", role="admin", queue=""))
     assert auth.may_revoke(mine, made())
     assert auth.may_revoke(mine, made(role="viewer", queue="team"))
@@ -333,27 +333,33 @@ def test_the_narrower_of_two_paths_is_the_lower_one_on_one_line() -> None:
 
 
 def test_roles_have_words_and_an_order() -> None:
-    assert [role.word for role in Role] == ["machine", "viewer", "user", "queue-admin", "admin"]
-    assert [int(role) for role in Role] == [0, 1, 2, 3, 4]
-    assert all(Role.of(role.word) is role for role in Role)
+    assert [role.word for role in UserRole] == ["machine", "viewer", "user", "queue-admin", "admin"]
+    assert [int(role) for role in UserRole] == [0, 1, 2, 3, 4]
+    assert all(UserRole.of(role.word) is role for role in UserRole)
     with pytest.raises(BadInput, match="no role 'king'") as caught:
-        Role.of("king")
+        UserRole.of("king")
     assert caught.value.hint == "roles: machine, viewer, user, queue-admin, admin"
 
 
 def test_the_highest_role_of_a_line_of_queues_counts() -> None:
-    caller = Caller(user="u", by="token", grants=(("a", Role.VIEWER), ("a/b", Role.QUEUE_ADMIN), ("", Role.VIEWER)))
+    caller = Caller(
+        user="u", by="token", grants=(("a", UserRole.VIEWER), ("a/b", UserRole.QUEUE_ADMIN), ("", UserRole.VIEWER))
+    )
     assert [caller.role_on(queue) for queue in ("a", "a/b/c", "z", "")] == [
-        Role.VIEWER, Role.QUEUE_ADMIN, Role.VIEWER, Role.VIEWER,
+        UserRole.VIEWER, UserRole.QUEUE_ADMIN, UserRole.VIEWER, UserRole.VIEWER,
     ]  # fmt: skip
-    assert caller.has(Role.QUEUE_ADMIN, "a/b") and not caller.has(Role.ADMIN, "a/b") and not caller.has(Role.USER)
-    assert Caller(user="u", by="token", grants=(("a", Role.USER),)).role_on("b") is None
-    caller.need(Role.VIEWER, "q")
+    assert (
+        caller.has(UserRole.QUEUE_ADMIN, "a/b")
+        and not caller.has(UserRole.ADMIN, "a/b")
+        and not caller.has(UserRole.USER)
+    )
+    assert Caller(user="u", by="token", grants=(("a", UserRole.USER),)).role_on("b") is None
+    caller.need(UserRole.VIEWER, "q")
     with pytest.raises(NotAllowed, match="this needs the role user on queue 'a'") as caught:
-        caller.need(Role.USER, "a")
+        caller.need(UserRole.USER, "a")
     assert caught.value.hint == "u is viewer of a, queue-admin of a/b, viewer of all queues"
     with pytest.raises(NotAllowed, match="role admin on the whole installation") as caught:
-        Caller(user="u", by="token", grants=()).need(Role.ADMIN)
+        Caller(user="u", by="token", grants=()).need(UserRole.ADMIN)
     assert caught.value.hint == "u is nothing"
 
 
@@ -365,16 +371,16 @@ def story(queue: str, user: str) -> Any:
     ("role", "owner", "sees", "reads", "steers"),
     (
         (None, "u", False, False, False),
-        (Role.VIEWER, "u", True, True, False),
-        (Role.VIEWER, "v", True, False, False),
-        (Role.USER, "u", True, True, True),
-        (Role.USER, "v", True, False, False),
-        (Role.QUEUE_ADMIN, "v", True, True, True),
-        (Role.ADMIN, "v", True, True, True),
+        (UserRole.VIEWER, "u", True, True, False),
+        (UserRole.VIEWER, "v", True, False, False),
+        (UserRole.USER, "u", True, True, True),
+        (UserRole.USER, "v", True, False, False),
+        (UserRole.QUEUE_ADMIN, "v", True, True, True),
+        (UserRole.ADMIN, "v", True, True, True),
     ),
 )
-def test_what_a_role_may_do_to_a_job(role: Role | None, owner: str, sees: bool, reads: bool, steers: bool) -> None:
-    caller = Caller(user="u", by="token", grants=(("q", role),) if role else (("other", Role.ADMIN),))
+def test_what_a_role_may_do_to_a_job(role: UserRole | None, owner: str, sees: bool, reads: bool, steers: bool) -> None:
+    caller = Caller(user="u", by="token", grants=(("q", role),) if role else (("other", UserRole.ADMIN),))
     job = story("q/a", owner)
     assert (caller.sees(job), caller.reads(job), caller.steers(job)) == (sees, reads, steers)
 
@@ -387,24 +393,24 @@ def test_a_token_is_valid_until_its_time_and_while_it_is_not_revoked() -> None:
 
 
 def test_accounts_are_what_the_log_says() -> None:
-    accounts, made = Accounts(), TokenMade(id="t", user="u", digest="d")
+    accounts, made = AccountBook(), TokenMade(id="t", user="u", digest="d")
     given = UserChanged(name="u", grants=(("q", "user"),))
     events = (given, made, TokenRevoked(id="none"), UserChanged(name="v", grants=()), JobQueued())
     for at, event in enumerate(events, start=1):
         accounts.apply(record(event, float(at)))
-    assert (accounts.users, accounts.tokens) == ({"u": {"q": Role.USER}}, {"t": Token(made=made, at=2.0)})
+    assert (accounts.users, accounts.tokens) == ({"u": {"q": UserRole.USER}}, {"t": Token(made=made, at=2.0)})
     accounts.apply(record(TokenRevoked(id="t"), 6.0))
     assert accounts.tokens == {"t": Token(made=made, at=2.0, revoked_at=6.0)}
-    assert accounts.caller(made, by="x").grants == (("q", Role.USER),)
+    assert accounts.caller(made, by="x").grants == (("q", UserRole.USER),)
     assert accounts.caller(TokenMade(id="a", user="none", digest=""), by="x").grants == ()
     assert accounts.caller(TokenMade(id="a", user=LOCAL, digest="", role="user", queue="q"), by="x").grants == (
-        ("q", Role.USER),
+        ("q", UserRole.USER),
     )
 
 
 def test_names_of_jobs_and_owners_that_a_caller_may_not_see_are_covered_everywhere() -> None:
     jobs = {"j-1": story("q", "u"), "j-2": story("z", "w"), "j-3": story("q", "v")}
-    redactor = Redactor(jobs, Caller(user="u", by="token", grants=(("q", Role.VIEWER),)))
+    redactor = Redactor(jobs, Caller(user="u", by="token", grants=(("q", UserRole.VIEWER),)))
     document = {
         "j-2": ["j-1 waits for j-2.", ("j-3", 4)], "user": "w", "by": "v", "marked_by": "", "name": "w", "n": 2,
         "job": {"user": "u", "by": None},
@@ -413,7 +419,7 @@ def test_names_of_jobs_and_owners_that_a_caller_may_not_see_are_covered_everywhe
         REDACTED: [f"j-1 waits for {REDACTED}.", ["j-3", 4]], "user": REDACTED, "by": "v", "marked_by": "", "name": "w",
         "n": 2, "job": {"user": "u", "by": None},
     }  # fmt: skip
-    whole = Redactor(jobs, Caller(user="a", by="token", grants=(("", Role.VIEWER),)))
+    whole = Redactor(jobs, Caller(user="a", by="token", grants=(("", UserRole.VIEWER),)))
     assert whole.redact(document) is document
 
 

@@ -25,7 +25,7 @@ from rota.cluster.live import Scheduler
 from rota.cluster.policies import PROFILES, get_profile
 from rota.job.core.placement import requests_of
 from rota.runtime.environ import Home
-from rota.service.accounts import Accounts
+from rota.service.accounts import AccountBook
 from rota.service.config import load_settings
 from rota.service.control.snapshot import SnapshotFile, Views, digest_of
 from rota.service.jobfile.reader import read_job
@@ -56,7 +56,7 @@ NOW = 1_800_000_000.0
 
 def fresh(profile: str = "default") -> Views:
     scheduler = Scheduler(get_profile(profile), requests_of)
-    return Views(installation=Installation(), scheduler=scheduler, counts=Counts(), accounts=Accounts())
+    return Views(installation=Installation(), scheduler=scheduler, counts=Counts(), accounts=AccountBook())
 
 
 def looked_at(views: Views) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rota.train.ps import server
 from rota.train.ps.client import PsClient, ServerLost
 from rota.train.ps.clocks import Rule
 from rota.train.ps.server import PsServer, ServerSpec
-from rota.train.ps.table import RowOptimizer, Table, TableFull, TableSpec
+from rota.train.ps.table import ParameterTable, RowOptimizer, TableFull, TableSpec
 
 ADAM = RowOptimizer(kind="adam", lr=0.01)
 WORDS = TableSpec(name="words", dim=4, optimizer=RowOptimizer(kind="adagrad", lr=0.1), scale=0.1)
@@ -89,7 +89,7 @@ def test_sync_servers_equal_one_process_with_the_mean_gradient() -> None:
         rows = late.pull("words", np.arange(8))
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = torch.optim.Adam([weight], lr=0.01)
-    table = Table(WORDS)
+    table = ParameterTable(WORDS)
     for clock in range(12):
         now = weight.detach().numpy()
         weight.grad = torch.from_numpy(np.mean([gradient(worker, clock, now) for worker in range(3)], axis=0))

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rota.train.ps.table import Dense, RowOptimizer, Table, TableFull, TableSpec, dense_range, first_rows, owners
+from rota.train.ps.table import (
+    Dense,
+    ParameterTable,
+    RowOptimizer,
+    TableFull,
+    TableSpec,
+    dense_range,
+    first_rows,
+    owners,
+)
 
 
 def ids(*values: int) -> Any:
@@ -19,7 +28,7 @@ def ids(*values: int) -> Any:
 def test_dense_and_rows_update_as_torch_does(kind: str) -> None:
     torch = pytest.importorskip("torch")
     optimizer = RowOptimizer(kind=kind, lr=0.05)  # type: ignore[arg-type]
-    table = Table(TableSpec(name="t", dim=4, optimizer=optimizer, scale=0.5))
+    table = ParameterTable(TableSpec(name="t", dim=4, optimizer=optimizer, scale=0.5))
     start = table.pull(ids(3, 9))
     dense = Dense(start, optimizer)
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
@@ -35,7 +44,7 @@ def test_dense_and_rows_update_as_torch_does(kind: str) -> None:
 
 
 def test_ftrl_keeps_small_weights_at_zero() -> None:
-    table = Table(TableSpec(name="t", dim=1, optimizer=RowOptimizer(kind="ftrl", lr=0.5, l1=2.0), scale=0.0))
+    table = ParameterTable(TableSpec(name="t", dim=1, optimizer=RowOptimizer(kind="ftrl", lr=0.5, l1=2.0), scale=0.0))
     table.push(ids(1, 2), np.array([[1.0], [5.0]], np.float32))
     # z = 5, n = 25: w = -(5 - 2) / ((1 + 5) / 0.5)
     np.testing.assert_allclose(table.pull(ids(1, 2)), [[0.0], [-0.25]])
@@ -51,7 +60,7 @@ def test_rows_begin_the_same_anywhere_and_fill_their_range_evenly() -> None:
 
 
 def test_a_row_is_trained_from_its_min_count_on_and_forgotten_after_its_ttl() -> None:
-    table = Table(TableSpec(name="t", dim=1, optimizer=RowOptimizer(lr=1.0), min_count=2, ttl_steps=3))
+    table = ParameterTable(TableSpec(name="t", dim=1, optimizer=RowOptimizer(lr=1.0), min_count=2, ttl_steps=3))
     start, one = table.pull(ids(7)), np.ones((1, 1), np.float32)
     table.push(ids(7), one)
     assert np.array_equal(table.pull(ids(7)), start)
@@ -64,7 +73,7 @@ def test_a_row_is_trained_from_its_min_count_on_and_forgotten_after_its_ttl() ->
 
 
 def test_a_full_table_refuses_by_name_and_changes_nothing() -> None:
-    table = Table(TableSpec(name="clicks", dim=2, bytes_max=100))
+    table = ParameterTable(TableSpec(name="clicks", dim=2, bytes_max=100))
     table.pull(ids(1, 2, 3))
     with pytest.raises(TableFull, match="'clicks': 1 more rows need 128 bytes, bytes_max is 100"):
         table.pull(ids(1, 4))
@@ -72,10 +81,10 @@ def test_a_full_table_refuses_by_name_and_changes_nothing() -> None:
 
 
 def test_a_snapshot_restores_to_the_same_future() -> None:
-    table = Table(TableSpec(name="t", dim=3, optimizer=RowOptimizer(kind="adam", lr=0.1)))
+    table = ParameterTable(TableSpec(name="t", dim=3, optimizer=RowOptimizer(kind="adam", lr=0.1)))
     rng = np.random.default_rng(0)
     table.push(rng.integers(0, 50, 40), rng.normal(size=(40, 3)).astype("f4"))
-    again = Table(table.spec)
+    again = ParameterTable(table.spec)
     again.restore(table.snapshot())
     more, grads = rng.integers(0, 60, 40), rng.normal(size=(40, 3)).astype("f4")
     for one in (table, again):

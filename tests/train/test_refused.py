@@ -18,7 +18,7 @@ from rota.spec.errors import BadInput
 from rota.train.apply import Parallel, check_model, cross_entropy_sum, parallelize
 from rota.train.batch import FACTOR, LossScale, in_two, micro_batches
 from rota.train.loop import world
-from rota.train.parallel.context_parallel import Ring, Ulysses
+from rota.train.parallel.context_parallel import AttentionRing, Ulysses
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Sync, data_parallel
 from tests.train import structures
@@ -239,7 +239,7 @@ def test_a_core_that_is_given_a_mask_is_refused() -> None:
             return self.o_proj(self.core(q, k, v, torch.zeros(x.shape[1])).transpose(1, 2).flatten(2))
 
     group: Any = dist.group.WORLD
-    for spans in (Ring("the core", Core(), group), Ulysses("the core", Core(), group)):
+    for spans in (AttentionRing("the core", Core(), group), Ulysses("the core", Core(), group)):
         model = structures.Words(lambda _: structures.Block(Masked(Core(), norms=False), structures.Gated()))
         model.layers[0].self_attn.core.forward = spans  # type: ignore[union-attr]
         with pytest.raises(BadInput, match="the core is called with more than q, k and v"):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rota.spec.errors import BadInput
-from rota.train.weights import Entry, begin_file, find_tensors, in_files, read_tensor
+from rota.train.weights import WeightEntry, begin_file, find_tensors, in_files, read_tensor
 
 TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -27,7 +27,7 @@ def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
-    entries = {name: Entry(shape=tuple(one.shape), dtype=one.dtype, owner=0) for name, one in TENSORS.items()}
+    entries = {name: WeightEntry(shape=tuple(one.shape), dtype=one.dtype, owner=0) for name, one in TENSORS.items()}
     with begin_file(tmp_path / "model.safetensors", entries) as out:
         for one in TENSORS.values():
             out.write(one.flatten().view(torch.uint8).numpy().data)
@@ -50,7 +50,7 @@ def test_a_file_that_is_cut_off_or_another_kind_is_refused_by_name(tmp_path: Pat
 
 
 def test_tensors_fill_files_up_to_a_size_in_order() -> None:
-    entries = {name: Entry(shape=(10,), dtype=torch.float32, owner=0) for name in "abc"}
+    entries = {name: WeightEntry(shape=(10,), dtype=torch.float32, owner=0) for name in "abc"}
     assert in_files(entries, 1000) == {"model.safetensors": ["a", "b", "c"]}
     assert in_files(entries, 80) == {
         "model-00001-of-00002.safetensors": ["a", "b"],

@@ -93,7 +93,7 @@ def opened() -> Plane:
 
 def in_use(home: str) -> bool:
     """True when processes of this home may share tensors: there is memory of a registry, or one was named."""
-    socket = server.Address(path=str(server.socket_path(Home.of(home))))
+    socket = server.RegistryAddress(path=str(server.socket_path(Home.of(home))))
     return bool(environ.get(environ.REDIS_URL)) or shm_root(socket.url).exists()
 
 

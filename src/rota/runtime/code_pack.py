@@ -99,14 +99,14 @@ def is_ignored(path: str, rules: Sequence[IgnoreRule], *, folder: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PackedEntry:
     """A file, folder or link of a workdir; ``path`` is relative to it."""
 
     path: str
     status: os.stat_result
 
 
-def entries_of(workdir: Path, without: Path | None = None) -> list[Entry]:
+def entries_of(workdir: Path, without: Path | None = None) -> list[PackedEntry]:
     """What a workdir sends, sorted by path, but for the folder ``without``.
 
     Raises BadInput when it is not a folder, is ``without`` itself, or is over a limit.
@@ -116,7 +116,7 @@ def entries_of(workdir: Path, without: Path | None = None) -> list[Entry]:
             f"workdir {workdir} is $ROTA_HOME, with the keys of the installation: it is not sent to other machines",
             hint="put the code into a folder of its own",
         )
-    found: list[Entry] = []
+    found: list[PackedEntry] = []
     above = _rules_above(workdir)
     prefix = os.path.relpath(workdir, above[0]) if above[0] != workdir else ""
 
@@ -137,7 +137,7 @@ def entries_of(workdir: Path, without: Path | None = None) -> list[Entry]:
             except FileNotFoundError:  # it went since it was listed
                 continue
             if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode) or is_folder:
-                found.append(Entry(path, status))
+                found.append(PackedEntry(path, status))
                 if len(found) > PACK_FILES_MAX:
                     raise _too_much(workdir, f"more than {PACK_FILES_MAX:,} files and folders", found, by_bytes=False)
             if is_folder:
@@ -171,7 +171,7 @@ def _read_rules(folder: Path, base: str) -> tuple[IgnoreRule, ...]:
         return ()
 
 
-def _too_much(workdir: Path, what: str, found: Iterable[Entry], *, by_bytes: bool) -> BadInput:
+def _too_much(workdir: Path, what: str, found: Iterable[PackedEntry], *, by_bytes: bool) -> BadInput:
     totals = Counter[str]()
     for one in found:
         if not stat.S_ISDIR(one.status.st_mode):
@@ -200,7 +200,7 @@ class _Hashed:
         return self._file.write(data)
 
 
-def _write_tar(workdir: Path, entries: Iterable[Entry], out: _Hashed) -> None:
+def _write_tar(workdir: Path, entries: Iterable[PackedEntry], out: _Hashed) -> None:
     stream = cast("IO[bytes]", out)  # of which "w|" needs ``write`` alone: it never goes back
     with tarfile.open(mode="w|", fileobj=stream, format=tarfile.PAX_FORMAT) as archive:
         for one in entries:

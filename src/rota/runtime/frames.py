@@ -51,7 +51,7 @@ Pickle = Callable[[object], bytes]
 """Pickles what the standard library refuses."""
 
 
-class Parts(NamedTuple):
+class FrameParts(NamedTuple):
     """A value on its way: its pickle and the large buffers that belong to it."""
 
     body: bytes
@@ -63,10 +63,10 @@ class Parts(NamedTuple):
         return len(self.body) + sum(map(len, self.buffers))
 
 
-NOTHING: Final = Parts(b"", [])
+NOTHING: Final = FrameParts(b"", [])
 
 
-def pack(value: object, fallback: Pickle | None = None) -> Parts:
+def pack(value: object, fallback: Pickle | None = None) -> FrameParts:
     """A value as parts; ``fallback`` pickles what the standard library refuses. Raises what pickling raises."""
     buffers = list[memoryview]()
 
@@ -86,8 +86,8 @@ def pack(value: object, fallback: Pickle | None = None) -> Parts:
     except (pickle.PicklingError, AttributeError, TypeError):
         if fallback is None:
             raise
-        return Parts(fallback(value), [])
-    return Parts(out.getvalue(), buffers)
+        return FrameParts(fallback(value), [])
+    return FrameParts(out.getvalue(), buffers)
 
 
 def _reduced_tensor(tensor: Any) -> Any:
@@ -115,7 +115,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def encode(call: int, kind: int, parts: Parts) -> list[bytes | memoryview]:
+def encode(call: int, kind: int, parts: FrameParts) -> list[bytes | memoryview]:
     """A frame as pieces to write one after another."""
     if not parts.buffers:
         size = len(parts.body)
@@ -133,7 +133,7 @@ def encode(call: int, kind: int, parts: Parts) -> list[bytes | memoryview]:
     return pieces
 
 
-class Link:
+class FrameLink:
     """Frames in and out of one connected non-blocking socket. It belongs to the event loop in which it was made."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -166,7 +166,7 @@ class Link:
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    async def send(self, call: int, kind: int, parts: Parts, until: asyncio.Future[object] | None = None) -> None:
+    async def send(self, call: int, kind: int, parts: FrameParts, until: asyncio.Future[object] | None = None) -> None:
         """Write a frame, once the other side keeps up, if that is before ``until`` is done.
 
         Raises ConnectionResetError when the connection is gone.

@@ -4,7 +4,7 @@ Both sides prove that they know a key without sending it (challenge and response
 answer covers both challenges, the purpose and the identity, so that it can be neither replayed nor used for another
 listener). ``client_handshake`` is the side that connects, ``server_handshake`` the side that listens; both work on a
 connected socket, with ``await`` on a non-blocking one or blocking with ``_blocking``. Nothing is unpickled and at most
-1 KiB is read. A ``Guard`` limits what an address may use after repeated failures; a right proof always passes.
+1 KiB is read. A ``AttemptGuard`` limits what an address may use after repeated failures; a right proof always passes.
 
 What follows on the connection is neither encrypted nor authenticated frame by frame.
 """
@@ -48,16 +48,16 @@ _MAC_BYTES: Final = 32
 _LENGTH: Final = struct.Struct(">H")
 _ADMITTED: Final = b"\x01"
 
-_Steps: TypeAlias = "Generator[bytes | int, bytes, Peer]"
+_Steps: TypeAlias = "Generator[bytes | int, bytes, PeerIdentity]"
 """Yields what to send, or how many bytes to receive."""
 
 
-class Refused(ConnectionError):
+class HandshakeRefused(ConnectionError):
     """The handshake failed: another key, another protocol, another purpose, or silence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerIdentity:
     """What the other side said of itself; its ``purpose`` is the same as ours."""
 
     purpose: str
@@ -72,7 +72,7 @@ class Peer:
 
 
 @dataclass(slots=True)
-class Guard:
+class AttemptGuard:
     """Failures and running handshakes by address, for the threads of a listener.
 
     An address that failed is never refused as a whole: other processes of that machine have the right key. What it
@@ -103,16 +103,16 @@ class Guard:
 
     @contextlib.contextmanager
     def handshake(self, address: str) -> Generator[None]:
-        """Count a handshake of an address while it runs, and its failure. Raises Refused when it is closed."""
+        """Count a handshake of an address while it runs, and its failure. Raises HandshakeRefused when it is closed."""
         if self.closed(address):
-            raise Refused(
+            raise HandshakeRefused(
                 f"{address} failed {FAILURES_MAX} times, and {SUSPECT_HANDSHAKES_MAX} of its handshakes run already"
             )
         with self._lock:
             self._handshakes[address] += 1
         try:
             yield
-        except Refused:
+        except HandshakeRefused:
             self.failed(address)
             raise
         finally:
@@ -126,28 +126,32 @@ class Guard:
         return min(timeout_s, SUSPECT_HANDSHAKE_S) if self.suspects(address) else timeout_s
 
 
-async def client_handshake(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S) -> Peer:
-    """Authenticate over a connected non-blocking socket as the side that connected. Raises Refused."""
+async def client_handshake(
+    link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S
+) -> PeerIdentity:
+    """Authenticate over a connected non-blocking socket as the side that connected. Raises HandshakeRefused."""
     return await _run(link, _client_steps(key, purpose), timeout_s)
 
 
 async def server_handshake(
-    link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HANDSHAKE_S
-) -> Peer:
-    """Authenticate over an accepted non-blocking socket. Raises Refused."""
+    link: socket.socket, key: bytes, purpose: str, guard: AttemptGuard, *, timeout_s: float = HANDSHAKE_S
+) -> PeerIdentity:
+    """Authenticate over an accepted non-blocking socket. Raises HandshakeRefused."""
     address = _address(link)
     with guard.handshake(address):
         return await _run(link, _server_steps(key, purpose), guard.limit_s(address, timeout_s))
 
 
-def client_handshake_blocking(link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S) -> Peer:
+def client_handshake_blocking(
+    link: socket.socket, key: bytes, purpose: str, *, timeout_s: float = HANDSHAKE_S
+) -> PeerIdentity:
     """``client_handshake`` over a blocking socket; its time limit is as before when it returns."""
     return _run_blocking(link, _client_steps(key, purpose), timeout_s)
 
 
 def server_handshake_blocking(
-    link: socket.socket, key: bytes, purpose: str, guard: Guard, *, timeout_s: float = HANDSHAKE_S
-) -> Peer:
+    link: socket.socket, key: bytes, purpose: str, guard: AttemptGuard, *, timeout_s: float = HANDSHAKE_S
+) -> PeerIdentity:
     """``server_handshake`` over a blocking socket; its time limit is as before when it returns."""
     address = _address(link)
     with guard.handshake(address):
@@ -162,7 +166,7 @@ def _client_steps(key: bytes, purpose: str) -> _Steps:
     ours, identity = secrets.token_bytes(_NONCE_BYTES), _encoded(_identity(purpose))
     yield _MAGIC + ours + identity + _proof(key, b"client", theirs, ours, identity)
     if (yield 1) != _ADMITTED:
-        raise Refused(f"the {purpose} listener refused this process: another key or purpose")
+        raise HandshakeRefused(f"the {purpose} listener refused this process: another key or purpose")
     answer = yield from _receive_identity()
     _check_proof((yield _MAC_BYTES), _proof(key, b"server", ours, theirs, answer))
     return _decoded(answer, purpose)
@@ -187,16 +191,18 @@ def _receive_identity() -> Generator[int, bytes, bytes]:
     prefix = yield _LENGTH.size
     (length,) = _LENGTH.unpack(prefix)
     if not 0 < length <= IDENTITY_BYTES_MAX:
-        raise Refused(f"identity of {length} bytes; from 1 to {IDENTITY_BYTES_MAX} were expected")
+        raise HandshakeRefused(f"identity of {length} bytes; from 1 to {IDENTITY_BYTES_MAX} were expected")
     return prefix + (yield length)
 
 
 def _check_magic(found: bytes) -> None:
     if found[:4] != _MAGIC[:4]:
-        raise Refused(f"not a Rota connection: it began with {found!r}")
+        raise HandshakeRefused(f"not a Rota connection: it began with {found!r}")
     if found != _MAGIC:
         (version,) = struct.unpack(">I", found[4:])
-        raise Refused(f"protocol {version} there and {PROTOCOL} here: install the same version of Rota on both")
+        raise HandshakeRefused(
+            f"protocol {version} there and {PROTOCOL} here: install the same version of Rota on both"
+        )
 
 
 def _check_key(key: bytes) -> None:
@@ -206,30 +212,30 @@ def _check_key(key: bytes) -> None:
 
 def _check_proof(found: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(found, expected):
-        raise Refused("the other side has another key")
+        raise HandshakeRefused("the other side has another key")
 
 
 def _proof(key: bytes, side: bytes, challenge: bytes, own: bytes, identity: bytes) -> bytes:
     return hmac.digest(key, side + challenge + own + identity, "sha256")
 
 
-def _identity(purpose: str) -> Peer:
-    return Peer(purpose=purpose, python=platform.python_version(), rota=__version__)
+def _identity(purpose: str) -> PeerIdentity:
+    return PeerIdentity(purpose=purpose, python=platform.python_version(), rota=__version__)
 
 
-def _encoded(peer: Peer) -> bytes:
+def _encoded(peer: PeerIdentity) -> bytes:
     text = json.dumps(asdict(peer)).encode()
     return _LENGTH.pack(len(text)) + text
 
 
-def _decoded(identity: bytes, purpose: str) -> Peer:
+def _decoded(identity: bytes, purpose: str) -> PeerIdentity:
     """Only called for what a proof covers."""
     try:
-        found = Peer(**{name: str(value) for name, value in json.loads(identity[_LENGTH.size :]).items()})
+        found = PeerIdentity(**{name: str(value) for name, value in json.loads(identity[_LENGTH.size :]).items()})
     except (ValueError, TypeError, AttributeError):
-        raise Refused("an identity that cannot be read") from None
+        raise HandshakeRefused("an identity that cannot be read") from None
     if found.purpose != purpose:
-        raise Refused(f"it asked for {found.purpose!r}; this is {purpose!r}")
+        raise HandshakeRefused(f"it asked for {found.purpose!r}; this is {purpose!r}")
     return found
 
 
@@ -239,7 +245,7 @@ def _address(link: socket.socket) -> str:
     return str(name[0]) if isinstance(name, tuple) else ""
 
 
-async def _run(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
+async def _run(link: socket.socket, steps: _Steps, timeout_s: float) -> PeerIdentity:
     loop = asyncio.get_running_loop()
     received: bytes | None = None
     try:
@@ -253,13 +259,13 @@ async def _run(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
                 while len(received) < step:
                     received += _some(await loop.sock_recv(link, step - len(received)))
     except StopIteration as end:
-        peer: Peer = end.value
+        peer: PeerIdentity = end.value
         return peer
     except (OSError, TimeoutError) as error:
         raise _refusal(error, timeout_s) from error
 
 
-def _run_blocking(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
+def _run_blocking(link: socket.socket, steps: _Steps, timeout_s: float) -> PeerIdentity:
     before_s, end_s = link.gettimeout(), time.monotonic() + timeout_s
     received: bytes | None = None
     try:
@@ -274,7 +280,7 @@ def _run_blocking(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
                 link.settimeout(max(0.001, end_s - time.monotonic()))
                 received += _some(link.recv(step - len(received)))
     except StopIteration as end:
-        peer: Peer = end.value
+        peer: PeerIdentity = end.value
         return peer
     except (OSError, TimeoutError) as error:
         raise _refusal(error, timeout_s) from error
@@ -284,12 +290,14 @@ def _run_blocking(link: socket.socket, steps: _Steps, timeout_s: float) -> Peer:
 
 def _some(data: bytes) -> bytes:
     if not data:
-        raise Refused("the other side closed the connection during the handshake: another key, or its process ended")
+        raise HandshakeRefused(
+            "the other side closed the connection during the handshake: another key, or its process ended"
+        )
     return data
 
 
-def _refusal(error: OSError | TimeoutError, timeout_s: float) -> Refused:
-    if isinstance(error, Refused):
+def _refusal(error: OSError | TimeoutError, timeout_s: float) -> HandshakeRefused:
+    if isinstance(error, HandshakeRefused):
         return error
     said = f"no handshake within {timeout_s:g} s" if isinstance(error, TimeoutError) else f"{error}"
-    return Refused(said)
+    return HandshakeRefused(said)

@@ -30,7 +30,7 @@ READ_BYTES_MAX = 512 * 1024
 AREAS = ("logs", "spans", "output")
 
 
-class FileRow(TypedDict):
+class FileEntry(TypedDict):
     """One entry below a folder of a job. ``kind``: ``file``, ``folder`` or ``other`` (links, sockets, what has a name
     that is not UTF-8), never followed.
 
@@ -43,10 +43,10 @@ class FileRow(TypedDict):
     mark: NotRequired[str]
 
 
-class FileRows(TypedDict):
+class FileEntries(TypedDict):
     """Entries sorted by path, and where to continue; ``next`` is None after the last."""
 
-    items: list[FileRow]
+    items: list[FileEntry]
     next: str | None
 
 
@@ -94,14 +94,14 @@ class JobFiles:
             raise ValueError(f"{area!r} is not one of {', '.join(AREAS)}")
         return {"logs": dirs.logs, "spans": dirs.spans, "output": dirs.output}[area]
 
-    def listed(self, job: str, area: str, path: str = "", after: str = "") -> FileRows:
+    def listed(self, job: str, area: str, path: str = "", after: str = "") -> FileEntries:
         """What is at ``path`` and below, up to ``LISTED_MAX`` rows after a path. Raises UnknownName if it is not there.
 
         Raises LimitExceeded over ``FILES_MAX`` entries, BadInput for a path that leaves the folder.
         """
         root = self.root(job, area)
         parts = parts_of(path)
-        rows = list[FileRow]()
+        rows = list[FileEntry]()
         with _opened(root, parts) as (fd, status):
             if stat.S_ISDIR(status.st_mode):
                 for row in _below(os.dup(fd), "/".join(parts)):
@@ -148,7 +148,7 @@ def _opened(root: Path, parts: tuple[str, ...]) -> Iterator[tuple[int, os.stat_r
             os.close(fd)
 
 
-def _below(fd: int, path: str) -> Iterator[FileRow]:
+def _below(fd: int, path: str) -> Iterator[FileEntry]:
     """Rows of what is in an open folder, and below it; takes over ``fd``."""
     try:
         with os.scandir(fd) as listed:
@@ -170,7 +170,7 @@ def _below(fd: int, path: str) -> Iterator[FileRow]:
         os.close(fd)
 
 
-def _row(path: str, status: os.stat_result) -> FileRow:
+def _row(path: str, status: os.stat_result) -> FileEntry:
     if stat.S_ISDIR(status.st_mode):
         return {"path": path, "kind": "folder", "bytes": 0}
     if not stat.S_ISREG(status.st_mode):

@@ -113,7 +113,7 @@ def disk(folders: list[str]) -> int:
     return total
 
 
-class Watch:
+class LimitWatch:
     """One instance and all it started."""
 
     def __init__(self, pid: int, start: int, limits: dict[str, int], folders: list[str]) -> None:
@@ -184,7 +184,7 @@ def _is_same(pid: int, start: int) -> bool:
     return fields[0] not in "ZX" and int(fields[19]) == start
 
 
-def run(watch: Watch, report: str) -> None:
+def run(watch: LimitWatch, report: str) -> None:
     """Look until the instance has ended, or end it."""
     if watch.limits.get("disk"):
         threading.Thread(target=watch.follow_disk, daemon=True).start()
@@ -210,7 +210,7 @@ def _write(path: str, text: str) -> None:
 def main() -> None:
     """Read the argument, leave the parent, watch."""
     asked = json.loads(sys.argv[1])
-    watch = Watch(asked["pid"], asked["start"], asked["limits"], asked["folders"])
+    watch = LimitWatch(asked["pid"], asked["start"], asked["limits"], asked["folders"])
     if os.fork():
         os._exit(0)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -22,7 +22,7 @@ _STREAM_NAMES = {"stdout": "out", "stderr": "err"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
+class StampedLine:
     """One line of an instance. ``offset`` is its place in the file; ``end`` where the next line begins."""
 
     instance: str
@@ -38,7 +38,7 @@ class LogLine:
 
 
 class LogFile(Protocol):
-    """The log of one instance, wherever it lies; ``node`` as in ``LogLine``. Raises OSError when it cannot be read."""
+    """The log of one instance, wherever it lies; ``node`` as in ``StampedLine``. Raises OSError where unreadable."""
 
     @property
     def instance(self) -> str: ...
@@ -100,7 +100,7 @@ def log_files(folder: Path, *, role: str = "", rank: int | None = None) -> dict[
     }
 
 
-def read_lines(log: Path | LogFile, offset: int, *, bytes_max: int = 4 * 2**20) -> list[LogLine]:
+def read_lines(log: Path | LogFile, offset: int, *, bytes_max: int = 4 * 2**20) -> list[StampedLine]:
     """Whole lines from ``offset`` on, at most about ``bytes_max``; a last line without its end is left for later."""
     log = _log(log)
     data = log.read(offset, bytes_max)
@@ -118,7 +118,7 @@ def last_line(log: Path) -> str:
     return ""
 
 
-def tail_lines(log: Path | LogFile, count: int) -> list[LogLine]:
+def tail_lines(log: Path | LogFile, count: int) -> list[StampedLine]:
     """The last ``count`` lines, read from the end."""
     log = _log(log)
     start, data = log.size(), b""
@@ -167,12 +167,12 @@ def _first_stamp(log: LogFile, offset: int) -> float | None:
     return None
 
 
-def merge(files: Iterable[list[LogLine]]) -> Iterator[LogLine]:
+def merge(files: Iterable[list[StampedLine]]) -> Iterator[StampedLine]:
     """Lines of several files in the order of time; lines of one file keep their order."""
     return heapq.merge(*files, key=lambda line: line.ts)
 
 
-def follow_batch(files: Mapping[str, Path | LogFile], offsets: dict[str, int]) -> list[LogLine]:
+def follow_batch(files: Mapping[str, Path | LogFile], offsets: dict[str, int]) -> list[StampedLine]:
     """What was written since ``offsets``, merged; the offsets are moved on. A file that cannot be read is left out."""
     batches = []
     for key, log in files.items():
@@ -186,12 +186,12 @@ def follow_batch(files: Mapping[str, Path | LogFile], offsets: dict[str, int]) -
     return list(merge(batches))
 
 
-def key_of(line: LogLine | LogFile) -> str:
+def key_of(line: StampedLine | LogFile) -> str:
     """The file of a line: ``role/rank``, and ``@node`` where another machine has it."""
     return f"{line.instance}@{line.node}" if line.node else line.instance
 
 
-def _parse(log: LogFile, data: bytes, offset: int) -> Iterator[LogLine]:
+def _parse(log: LogFile, data: bytes, offset: int) -> Iterator[StampedLine]:
     instance, node = log.instance, log.node
     ts, attempt, epoch = 0.0, 0, 0
     for raw in io.BytesIO(data):
@@ -207,7 +207,7 @@ def _parse(log: LogFile, data: bytes, offset: int) -> Iterator[LogLine]:
                 ts, attempt, epoch = max(ts, when), int(first), int(second)
                 stream, _, text = rest.partition(" ")
                 stream = _STREAM_NAMES.get(stream, stream)
-        yield LogLine(
+        yield StampedLine(
             instance=instance,
             offset=offset,
             end=end,

@@ -28,8 +28,8 @@ from rota.runtime.frames import (
     NOTHING,
     RESULT,
     UNSENDABLE,
-    Link,
-    Parts,
+    FrameLink,
+    FrameParts,
     Pickle,
     Room,
     encode,
@@ -38,7 +38,7 @@ from rota.runtime.frames import (
     unwatched,
     watched,
 )
-from rota.runtime.handshake import Guard, Refused, client_handshake, server_handshake
+from rota.runtime.handshake import AttemptGuard, HandshakeRefused, client_handshake, server_handshake
 from rota.runtime.launcher import NotPicklable
 from rota.runtime.process import ProcessId
 from rota.spec.user_code import UserCode
@@ -170,7 +170,7 @@ class CallServer:
                 self.serve(link)
 
     async def _accept_remote(self, listening: socket.socket, key: bytes, purpose: str) -> None:
-        guard, rooms = Guard(), asyncio.Semaphore(HANDSHAKES_MAX)
+        guard, rooms = AttemptGuard(), asyncio.Semaphore(HANDSHAKES_MAX)
         while True:
             await rooms.acquire()
             link, address = await _accepted(listening)
@@ -181,7 +181,7 @@ class CallServer:
                 self._own(self._admit(link, address, key, purpose, guard, rooms))
 
     async def _admit(
-        self, link: socket.socket, address: str, key: bytes, purpose: str, guard: Guard, rooms: asyncio.Semaphore
+        self, link: socket.socket, address: str, key: bytes, purpose: str, guard: AttemptGuard, rooms: asyncio.Semaphore
     ) -> None:
         known = guard.suspects(address)
         try:
@@ -215,7 +215,7 @@ async def _accepted(listening: socket.socket) -> tuple[socket.socket, str]:
             await asyncio.sleep(_ACCEPT_PAUSE_S)
 
 
-class _Serving(Link):
+class _Serving(FrameLink):
     """The server's end of one connection."""
 
     def __init__(self, link: socket.socket, forward: Forward, fallback: Pickle | None) -> None:
@@ -259,7 +259,7 @@ class _Serving(Link):
         with contextlib.suppress(ConnectionResetError):  # no caller waits for it any more
             await self.send(call, kind, parts)
 
-    def _packed(self, answer: object) -> tuple[int, Parts]:
+    def _packed(self, answer: object) -> tuple[int, FrameParts]:
         with UserCode() as pickling:
             return RESULT, pack(answer, self._fallback)
         return UNSENDABLE, pack((True, first_line(pickling.take())))
@@ -351,7 +351,7 @@ class CallClient:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.get_running_loop().sock_connect(link, (host, int(port)))
             peer = await client_handshake(link, key, _purpose(name))
-        except Refused as error:
+        except HandshakeRefused as error:
             link.close()
             raise ConnectionLost(f"{address} does not let it in: {error}", gone=False, unsure=True) from None
         except ConnectionRefusedError:
@@ -390,7 +390,7 @@ async def _reach(link: socket.socket, name: str) -> None:
         await asyncio.sleep(_CONNECT_POLL_S)
 
 
-class Connection(Link):
+class Connection(FrameLink):
     """The client's end of a connection to one server, over a connected non-blocking socket.
 
     ``server`` is its process, if that is on this machine; of a ``remote`` one the kernel knows nothing.

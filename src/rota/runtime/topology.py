@@ -28,20 +28,20 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
+class NodeLocation:
     """Cells around a machine from the outside in, and its labels."""
 
     cells: tuple[str, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
 
 
-def locate(name: str, labels: Mapping[str, str], topology: Mapping[str, Mapping[str, str]]) -> Location:
+def locate(name: str, labels: Mapping[str, str], topology: Mapping[str, Mapping[str, str]]) -> NodeLocation:
     """Where a machine is, by the labels of its row in Ray's table; what the topology file says of its name wins."""
     found = {level: next((labels[key] for key in LABELS[level] if labels.get(key)), "") for level in LEVELS}
     found |= {level: value for level, value in topology.get(name, {}).items() if level in LEVELS}
     there = {level: value for level, value in found.items() if value}
     own = {key: value for key, value in labels.items() if not key.startswith("ray.io/") and key != IDENTITY}
-    return Location(
+    return NodeLocation(
         cells=tuple(there[level] for level in LEVELS if level in there), labels=tuple(sorted((own | there).items()))
     )
 

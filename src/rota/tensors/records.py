@@ -38,8 +38,8 @@ from rota.tensors.ring import (
     OPEN,
     ROOM,
     ROOM_WANTED,
-    Record,
     Ring,
+    RingRecord,
     clear,
     is_memory,
     words_of,
@@ -74,7 +74,7 @@ class ChannelRecord:
     __slots__ = ("id", "lease", "meta", "name", "place", "ring", "tensors", "tries")
 
     def __init__(
-        self, name: str, ring: int, place: Record, tensors: dict[str, Tensor], meta: Json, lease: Holder
+        self, name: str, ring: int, place: RingRecord, tensors: dict[str, Tensor], meta: Json, lease: Holder
     ) -> None:
         self.name, self.id, self.tries, self.tensors, self.meta = name, place.number, place.tries, tensors, meta
         self.ring, self.place, self.lease = ring, place, cast("Holder | None", lease)
@@ -84,11 +84,11 @@ class _View(weakref.ref[Holder]):
     """Reports the end of all views of a record, as the holders of leases do; keeps the block's lease until then."""
 
     __slots__ = ("block", "record")
-    block: Block
-    record: Record
+    block: RecordBlock
+    record: RingRecord
 
 
-class Block:
+class RecordBlock:
     """Memory of records that this process leases, whatever version of the ring it belongs to."""
 
     def __init__(self, version: int, held: HeldBlock, where: PartBlock, start: int, capacity: int) -> None:
@@ -109,7 +109,7 @@ class OpenRing:
         if not self.ring.sound:
             raise errors.Corrupt(f"{name}: not the table of a channel", file=name, field="mark")
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(held.holder, held.base + start))
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, RecordBlock] = {}
         self.spare: set[int] = set()
         """Entries that this process may write to, and that no thread of it has."""
         self.views: dict[int, _View] = {}
@@ -172,14 +172,14 @@ class OpenRing:
             with contextlib.suppress(Moved), self.locked():
                 pass
 
-    def watch(self, record: Record, block: Block, holder: Holder) -> None:
+    def watch(self, record: RingRecord, block: RecordBlock, holder: Holder) -> None:
         """Report when this holder, on which all views of a record are built, dies."""
         view = _View(holder, self.ended.append)
         view.record, view.block = record, block
         self.views[id(view)] = view
 
-    def _drain(self) -> list[Record]:
-        found: list[Record] = []
+    def _drain(self) -> list[RingRecord]:
+        found: list[RingRecord] = []
         while self.ended:
             view = self.ended.popleft()
             self.views.pop(id(view), None)
@@ -264,7 +264,7 @@ class Rings:
         crc = (zlib.crc32(memory[start : start + payload].data) or 1) if self._check else 0
         return len(manifest), crc
 
-    def view(self, found: OpenRing, channel: str, record: Record, as_: str) -> ChannelRecord:
+    def view(self, found: OpenRing, channel: str, record: RingRecord, as_: str) -> ChannelRecord:
         """A record that was taken, as views of its memory."""
         block = self._lease(found, channel, record.entry, record.block, record.version)
         raw = block.array[: record.manifest_bytes].tobytes()
@@ -359,7 +359,7 @@ class Rings:
         if found is not None and found.views:  # not its table, whose memory goes
             self._ended.append((found.ended, found.views))
 
-    def _memory(self, found: OpenRing, entry: int, channel: str, size: int, order: PublishOrder) -> Block:
+    def _memory(self, found: OpenRing, entry: int, channel: str, size: int, order: PublishOrder) -> RecordBlock:
         """The block of an entry, of at least ``size`` bytes; another one when it has none or a smaller one."""
         before, version, capacity = found.ring.block(entry)
         if version and capacity >= size:
@@ -382,7 +382,7 @@ class Rings:
             self._space.delete(_block_name(channel, before))
         return self._lease(found, channel, entry, number, made.id)
 
-    def _lease(self, found: OpenRing, channel: str, entry: int, block: int, version: int) -> Block:
+    def _lease(self, found: OpenRing, channel: str, entry: int, block: int, version: int) -> RecordBlock:
         """The memory of an entry, leased by this process. Raises Moved when it was deleted."""
         known = found.blocks.get(entry)
         if known is None or known.version != version:
@@ -391,7 +391,7 @@ class Rings:
             except ScriptRefused as refused:
                 raise Moved from refused
             payload = leased.blocks[0].bytes - start
-            known = found.blocks[entry] = Block(version, held, leased.blocks[0], start, payload)
+            known = found.blocks[entry] = RecordBlock(version, held, leased.blocks[0], start, payload)
         return known
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rota.runtime.clock import Clock
-from rota.runtime.redis.client import Address, Argument, Exchange, RedisClient, ReplyError, Script
+from rota.runtime.redis.client import Argument, Exchange, RedisClient, RegistryAddress, ReplyError, Script
 from rota.tensors import errors
 from rota.tensors.core import SLOTS_MAX, Json
 
@@ -163,7 +163,7 @@ class RedisMachine:
     """The scripts on a Redis server."""
 
     def __init__(
-        self, address: Address, namespace: str, clock: Clock, *, silent: Callable[[], None] | None = None
+        self, address: RegistryAddress, namespace: str, clock: Clock, *, silent: Callable[[], None] | None = None
     ) -> None:
         self.client = RedisClient(address, on_connect=self._on_connect, silent=silent)
         self.prefix = f"{{{namespace}}}:"

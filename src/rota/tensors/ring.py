@@ -34,7 +34,7 @@ Words: TypeAlias = "memoryview[int] | list[int]"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RingRecord:
     """A record that was taken: its entry, its number, how often it was taken, and where its bytes are.
 
     ``block`` names its memory, ``version`` is that memory's version, ``manifest_bytes`` begin it, ``crc`` is 0 unless
@@ -153,7 +153,7 @@ class Ring:
 
     # -- consumers ----------------------------------------------------------------------------------------------------
 
-    def take(self, n_max: int, into: list[Record]) -> None:
+    def take(self, n_max: int, into: list[RingRecord]) -> None:
         """Put the first records that no consumer has into a list, each before it is taken."""
         words = self.words
         first = words[FIRST]
@@ -165,11 +165,11 @@ class Ring:
             words[at + _TRIES] += 1
             tries, sizes = words[at + _TRIES], words[at + _SIZES]
             block, version = words[at + _BLOCK], words[at + _VERSION]
-            into.append(Record(entry, number, tries, block, version, sizes & _LOW, sizes >> 32))
+            into.append(RingRecord(entry, number, tries, block, version, sizes & _LOW, sizes >> 32))
             words[at] = number << _STATE_BITS | TAKEN
             words[FIRST] = place + 1
 
-    def ack(self, record: Record) -> bool:
+    def ack(self, record: RingRecord) -> bool:
         """The record is done with; its memory stays until ``ended``. False when it is not this client's."""
         at = self._at(record.entry)
         if not self._is(record, TAKEN):
@@ -179,7 +179,7 @@ class Ring:
         self.words[ROOM] += 1
         return True
 
-    def give_back(self, records: Iterable[Record]) -> None:
+    def give_back(self, records: Iterable[RingRecord]) -> None:
         """Those of the records that this client still has are the first again, in the order of all."""
         mine = [record for record in records if self._is(record, TAKEN)]
         for record in mine:
@@ -188,9 +188,9 @@ class Ring:
             self.rebuild()
             self.words[ITEMS] += 1
 
-    def ended(self, records: Iterable[Record]) -> None:
+    def ended(self, records: Iterable[RingRecord]) -> None:
         """Nothing views these records any more: free the acknowledged, give the others back."""
-        left: list[Record] = []
+        left: list[RingRecord] = []
         for record in records:
             if self._is(record, ACKED):
                 self._free(record.entry)
@@ -198,7 +198,7 @@ class Ring:
                 left.append(record)
         self.give_back(left)
 
-    def abandon_block(self, record: Record) -> None:
+    def abandon_block(self, record: RingRecord) -> None:
         """The memory of this record is never written again, a forked process may view it; needs no lock."""
         self.words[self._at(record.entry) + _CAPACITY] = 0
 
@@ -262,7 +262,7 @@ class Ring:
         raw = b"".join(self.words[at + _OWNER + index].to_bytes(8, "little") for index in range(_OWNER_WORDS))
         return raw.rstrip(b"\0").decode()
 
-    def _is(self, record: Record, state: int) -> bool:
+    def _is(self, record: RingRecord, state: int) -> bool:
         at = self._at(record.entry)
         same = self.words[at] == record.number << _STATE_BITS | state and self.words[at + _TRIES] == record.tries
         return same and self._owns(at)

@@ -32,7 +32,7 @@ from typing import Final
 
 from rota.runtime import directory, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
-from rota.runtime.handshake import Guard, Refused, server_handshake_blocking
+from rota.runtime.handshake import AttemptGuard, HandshakeRefused, server_handshake_blocking
 from rota.runtime.random import SystemRandom
 from rota.spec.errors import NotReachable, RotaError
 from rota.tensors import errors, messages, transport
@@ -65,7 +65,7 @@ class TensorServer:
         self._planes = dict[str, Plane]()
         self._lock = threading.RLock()
         self._sent: OrderedDict[tuple[str, str, int, int], Receivers] = OrderedDict()
-        self._guard = Guard()
+        self._guard = AttemptGuard()
         self._counts = {"sent_bytes": 0, "sent": 0, "redirected": 0, "refused": 0}
         self.serial = SystemRandom().new_id(48)
         family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
@@ -114,7 +114,7 @@ class TensorServer:
             messages.limit_silence(link, _IDLE_S)
             while True:
                 self._answer(link, messages.receive(link))
-        except Refused as refused:
+        except HandshakeRefused as refused:
             self._counts["refused"] += 1
             if not known:
                 _say(str(refused))

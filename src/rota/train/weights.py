@@ -41,7 +41,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class WeightEntry:
     """One tensor: its whole shape, its dtype, and the lowest rank that has a part of it."""
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ def export_checkpoint(folder: Path, target: Path, *, shard_bytes: int = SHARD_BY
     adapter, joined = of_model.get("adapter"), of_model.get("joined", {})
     saved = FileSystemReader(found.path).read_metadata().state_dict_metadata
     entries = {
-        name.removeprefix("model."): Entry(
+        name.removeprefix("model."): WeightEntry(
             shape=whole_shape(kept.size, joined.get(name.removeprefix("model."))), dtype=kept.properties.dtype, owner=0
         )
         for name, kept in saved.items()
@@ -191,23 +191,23 @@ def whole_shape(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
     return shape if dim is None else (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def all_entries(own: Mapping[str, torch.Tensor], joined: Mapping[str, int]) -> dict[str, Entry]:
+def all_entries(own: Mapping[str, torch.Tensor], joined: Mapping[str, int]) -> dict[str, WeightEntry]:
     """The tensors of all ranks by name, in one order on all. Collective."""
     rank = dist.get_rank()
     mine = {
-        name: Entry(shape=whole_shape(one.shape, joined.get(name)), dtype=one.dtype, owner=rank)
+        name: WeightEntry(shape=whole_shape(one.shape, joined.get(name)), dtype=one.dtype, owner=rank)
         for name, one in own.items()
     }
-    every: list[dict[str, Entry]] = [{}] * dist.get_world_size()
+    every: list[dict[str, WeightEntry]] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    found: dict[str, Entry] = {}
+    found: dict[str, WeightEntry] = {}
     for ones in every:
         for name, entry in ones.items():
             found.setdefault(name, entry)
     return found
 
 
-def in_files(entries: Mapping[str, Entry], shard_bytes: int) -> dict[str, list[str]]:
+def in_files(entries: Mapping[str, WeightEntry], shard_bytes: int) -> dict[str, list[str]]:
     """Names of the tensors of each file."""
     groups: list[list[str]] = [[]]
     for name in entries:
@@ -220,7 +220,7 @@ def in_files(entries: Mapping[str, Entry], shard_bytes: int) -> dict[str, list[s
     return {f"model-{at:05}-of-{len(groups):05}.safetensors": names for at, names in enumerate(groups, 1)}
 
 
-def _whole(tensor: torch.Tensor | None, dim: int | None, entry: Entry) -> torch.Tensor | None:
+def _whole(tensor: torch.Tensor | None, dim: int | None, entry: WeightEntry) -> torch.Tensor | None:
     """The whole tensor on rank 0, None elsewhere. Collective."""
     value = None
     if tensor is not None:
@@ -236,7 +236,7 @@ def _whole(tensor: torch.Tensor | None, dim: int | None, entry: Entry) -> torch.
     return value
 
 
-def begin_file(path: Path, entries: Mapping[str, Entry]) -> BinaryIO:
+def begin_file(path: Path, entries: Mapping[str, WeightEntry]) -> BinaryIO:
     """A file with its header; the values follow in the same order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -252,14 +252,16 @@ def begin_file(path: Path, entries: Mapping[str, Entry]) -> BinaryIO:
     return file
 
 
-def _describe(trained: Parallel, folder: Path, files: Mapping[str, list[str]], entries: Mapping[str, Entry]) -> None:
+def _describe(
+    trained: Parallel, folder: Path, files: Mapping[str, list[str]], entries: Mapping[str, WeightEntry]
+) -> None:
     _index(folder, files, entries)
     config = getattr(trained.pieces[0], "config", None)
     if hasattr(config, "save_pretrained"):
         cast("Any", config).save_pretrained(folder)
 
 
-def _index(folder: Path, files: Mapping[str, list[str]], entries: Mapping[str, Entry]) -> None:
+def _index(folder: Path, files: Mapping[str, list[str]], entries: Mapping[str, WeightEntry]) -> None:
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
         total = {"total_size": sum(entry.size for entry in entries.values())}

@@ -159,7 +159,7 @@ def test_a_server_that_comes_back_with_old_content_is_not_believed(kind: str, te
 
     def start() -> subprocess.Popen[bytes]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        client = redis_client.RedisClient(redis_client.Address(path=str(folder / "s")))
+        client = redis_client.RedisClient(redis_client.RegistryAddress(path=str(folder / "s")))
         wait_until(lambda: _answers(client))
         return server
 

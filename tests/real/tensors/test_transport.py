@@ -20,7 +20,7 @@ import pytest
 import rota.tensors
 from rota.runtime import directory, environ
 from rota.runtime.directory import FixedDirectory
-from rota.runtime.handshake import Refused
+from rota.runtime.handshake import HandshakeRefused
 from rota.tensors import errors, messages, transport
 from rota.tensors import server as server_module
 from rota.tensors.api.store import Plane
@@ -141,7 +141,7 @@ def test_a_value_that_is_deleted_where_it_was_made_goes_where_it_was_sent(two: T
 def test_whoever_has_another_key_gets_nothing(two: Two) -> None:
     two.far.put("t", np.zeros(3))
     two.known.secret = b"x" * 32
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         transport.ask(two.store, {"op": "stat"})
     with pytest.raises(errors.WaitTimeout, match="another key"):
         transport.pull(two.near, "t", near="far", wait_s=0.1)

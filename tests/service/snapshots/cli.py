@@ -255,8 +255,8 @@ HARDWARE = {
     "file": "here.json",
 }
 FINDINGS = (
-    doctor.Finding(name="python", mark="ok", fact="3.11.2"),
-    doctor.Finding(name="ray", mark="warn", fact="not installed", remedy="pip install ./"),
+    doctor.DoctorFinding(name="python", mark="ok", fact="3.11.2"),
+    doctor.DoctorFinding(name="ray", mark="warn", fact="not installed", remedy="pip install ./"),
 )
 
 

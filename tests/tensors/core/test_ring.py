@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.tensors.ring import BUSY, IDLE, ITEMS, OPEN, ROOM, Record, Ring, clear, is_memory, words_of
+from rota.tensors.ring import BUSY, IDLE, ITEMS, OPEN, ROOM, Ring, RingRecord, clear, is_memory, words_of
 
 ENTRIES = 4
 NOTHING_WRONG: tuple[set[int], set[int], list[int]] = (set(), set(), [])
@@ -42,7 +42,7 @@ class Users:
         self.producer, self.consumer, self.heir = (Ring(self.memory, name) for name in ("producer", "consumer", "heir"))
         self.put: list[int] = []
         self.acked: list[int] = []
-        self.held: list[Record] = []
+        self.held: list[RingRecord] = []
         self.doubtful: set[int] = set()
         """Of records that an operation without an answer was about."""
 
@@ -123,7 +123,7 @@ def inherit(users: Users) -> list[int]:
 
     users.memory.dies_at = -1
     users.locked(bury)
-    found: list[Record] = []
+    found: list[RingRecord] = []
     users.locked(lambda users: users.heir.take(99, found))
     numbers = [record.number for record in found]
     for record in found:

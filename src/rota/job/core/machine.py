@@ -360,7 +360,7 @@ E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EventRow:
     """``event`` changes a job in ``states``, by ``fold``; ``ending``: in those in which everything is given back."""
 
     event: type[Event]
@@ -369,15 +369,15 @@ class Row:
     fold: Callable[[JobContext, Any], JobContext]
 
 
-def _row(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> Row:
-    return Row(event, states, False, fold)
+def _row(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> EventRow:
+    return EventRow(event, states, False, fold)
 
 
-def _last(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> Row:
-    return Row(event, states, True, fold)
+def _last(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> EventRow:
+    return EventRow(event, states, True, fold)
 
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[EventRow, ...] = (
     _row(JobSubmitted, (_J.SUBMITTED,), _submitted),
     _row(JobQueued, (_J.SUBMITTED, _J.PAUSED), _queued),
     _row(JobQueued, (_J.QUEUED,), _queued_again),

@@ -26,7 +26,7 @@ from rota.runtime import cache, environ, process, secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.code_pack import CodeCache, unpack
 from rota.runtime.environ import Home, JobDirs
-from rota.runtime.job_files import FileRows, JobFiles, installation_of, machine_home, sees
+from rota.runtime.job_files import FileEntries, JobFiles, installation_of, machine_home, sees
 from rota.runtime.launcher import CallTimeout
 from rota.runtime.ray.engine import host_selector
 from rota.spec.errors import EngineUnavailable, RotaError
@@ -62,7 +62,7 @@ class Agent:
         self._home = machine_home(service_home, installation)
         self._files = JobFiles(self._home)
 
-    def listed(self, job: str, area: str, path: str, after: str) -> FileRows | RotaError:
+    def listed(self, job: str, area: str, path: str, after: str) -> FileEntries | RotaError:
         """See ``JobFiles.listed``."""
         return _value(lambda: self._files.listed(job, area, path, after))
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from rota.runtime import environ, process
 from rota.runtime.clock import backoff
-from rota.runtime.job_files import INSTALLATION, FileRows
+from rota.runtime.job_files import INSTALLATION, FileEntries
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import ExecResult, RunFolder, Spawn
 from rota.runtime.random import RandomSource, SystemRandom
@@ -337,7 +337,7 @@ class GatewayClient:
 
     async def list_files(
         self, host: str, job: JobId, area: str, path: str = "", after: str = "", *, timeout_s: float = 10.0
-    ) -> FileRows:
+    ) -> FileEntries:
         """Files of a job on another machine, as ``JobFiles.listed``; also raises what that raises."""
         args = {"host": host, "job": job, "area": area, "path": path, "after": after}
         return _value_of(await self._ask("list_files", args, timeout_s=timeout_s))

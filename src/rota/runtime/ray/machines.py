@@ -39,7 +39,7 @@ LOOK_S = 2.0
 """How long one look waits for machines that were not heard yet; the next look hears them."""
 
 
-class NodeRow(TypedDict):
+class RayNode(TypedDict):
     """What Ray's table says of a node: one row of ``ray.nodes()``."""
 
     NodeID: str
@@ -57,7 +57,7 @@ class Machines:
     time. A machine is asked by one task at a time, and no more once it has answered.
     """
 
-    def __init__(self, ask: Callable[[NodeRow], Awaitable[JsonObject]]) -> None:
+    def __init__(self, ask: Callable[[RayNode], Awaitable[JsonObject]]) -> None:
         self._ask = ask
         self._names = dict[str, str]()
         self._asking = dict[str, asyncio.Future[JsonObject]]()
@@ -70,7 +70,7 @@ class Machines:
         self._held = dict[str, tuple[str, str]]()
         """Of those that another installation holds: name, and which installation."""
 
-    async def look(self, rows: Iterable[NodeRow], held: Mapping[str, str]) -> MachinesDocument:
+    async def look(self, rows: Iterable[RayNode], held: Mapping[str, str]) -> MachinesDocument:
         """``nodes``: what is known by now; ``alive``: the names of all that live, heard or not.
 
         ``held`` has the machines of other installations, by Ray's ids: to this one they are as if they were not there.
@@ -192,7 +192,7 @@ def named_apart(
     return found
 
 
-async def ask_machine(row: NodeRow, *, home: str, installation: str) -> JsonObject:
+async def ask_machine(row: RayNode, *, home: str, installation: str) -> JsonObject:
     """What a machine has: devices by its own account, cores by Ray's; empty without an answer in time.
 
     ``home`` of ``installation`` is that of the service: a machine that does not see it is labelled so.
@@ -250,7 +250,7 @@ def _inventory_of(name: str, host: str, cpus: float, labels: Mapping[str, str], 
 
 def hosts() -> tuple[str, ...]:
     """Hosts of the nodes that the engine has now, sorted: their names, or what ``pin_of`` gives."""
-    nodes: list[NodeRow] = ray.nodes()
+    nodes: list[RayNode] = ray.nodes()
     return tuple(sorted(node["Labels"].get(HOST_LABEL) or pin_of(node["NodeID"]) for node in nodes if node["Alive"]))
 
 

@@ -48,7 +48,7 @@ from rota.runtime.ray.client import (
 from rota.runtime.ray.directory import RayDirectory, key_of_job
 from rota.runtime.ray.engine import HOST_LABEL, EngineState, host_selector
 from rota.runtime.ray.launcher import MasterStart, RayLauncher
-from rota.runtime.ray.machines import Machines, NodeRow, ask_machine
+from rota.runtime.ray.machines import Machines, RayNode, ask_machine
 from rota.runtime.ray.pairs import check_machines
 from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable, RotaError
@@ -399,7 +399,7 @@ async def warm_up(state: EngineState, count: int) -> bool:
 
 def _prestart(state: EngineState, count: int) -> None:
     """Ask the raylet of this node for processes; it answers before they are there."""
-    nodes: list[NodeRow] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
+    nodes: list[RayNode] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
     if not nodes:
         return  # not known as alive yet, or no more: asked again
     node = nodes[0]

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime.handshake import Guard, client_handshake_blocking, server_handshake_blocking
+from rota.runtime.handshake import AttemptGuard, client_handshake_blocking, server_handshake_blocking
 from rota.spec.codec import JsonObject
 from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
 
@@ -44,7 +44,7 @@ class Checker:
     """One machine of a check, as an actor."""
 
     def __init__(self, key: bytes, host: str = "") -> None:
-        self._key, self._guard = key, Guard()
+        self._key, self._guard = key, AttemptGuard()
         self._host = host or ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._server = socket.create_server((self._host, 0), family=family, backlog=64)

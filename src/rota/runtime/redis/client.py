@@ -27,7 +27,7 @@ _DEFAULT_PORT = 6379
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class RegistryAddress:
     """Where a registry server listens: a unix socket, or a host and port; with its database and credentials."""
 
     path: str = ""
@@ -38,17 +38,17 @@ class Address:
     password: str = ""
 
     @staticmethod
-    def parse(url: str) -> Address:
+    def parse(url: str) -> RegistryAddress:
         """Read ``unix:///path?db=0`` or ``redis://[user:password@]host[:port][/db]``. Raises BadInput otherwise."""
         try:
             parts = urlsplit(url)
             query = parse_qs(parts.query)
             user, password = unquote(parts.username or ""), unquote(parts.password or "")
             if parts.scheme == "unix" and parts.path:
-                return Address(path=parts.path, db=int(query.get("db", ["0"])[0]), user=user, password=password)
+                return RegistryAddress(path=parts.path, db=int(query.get("db", ["0"])[0]), user=user, password=password)
             if parts.scheme == "redis" and parts.hostname:
                 db, port = int(parts.path.lstrip("/") or 0), parts.port or _DEFAULT_PORT
-                return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
+                return RegistryAddress(host=parts.hostname, port=port, db=db, user=user, password=password)
         except ValueError:  # a port or database that is not a number is refused below, as every other form
             pass
         shown = url.rpartition("@")[2]  # a password is shown nowhere
@@ -87,7 +87,7 @@ class ReplyError(Exception):
 class _Connection:
     """One socket with its parser."""
 
-    def __init__(self, address: Address, timeout_s: float, silent: Callable[[], None] | None = None) -> None:
+    def __init__(self, address: RegistryAddress, timeout_s: float, silent: Callable[[], None] | None = None) -> None:
         self._timeout_s, self._silent = timeout_s, silent
         if address.path:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -154,7 +154,7 @@ class RedisClient:
 
     def __init__(
         self,
-        address: Address,
+        address: RegistryAddress,
         *,
         timeout_s: float = 10.0,
         on_connect: Callable[[Exchange], None] | None = None,

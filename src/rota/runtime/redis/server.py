@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rota.runtime import environ, process
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung
-from rota.runtime.redis.client import Address, RedisClient, ReplyError
+from rota.runtime.redis.client import RedisClient, RegistryAddress, ReplyError
 from rota.spec.codec import JsonObject
 from rota.spec.errors import RegistryUnavailable
 
@@ -44,7 +44,7 @@ _RETRY_S = 0.002
 class Server:
     """A reachable registry server; ``pid`` is 0 when it was given by URL and is not ours to stop."""
 
-    address: Address
+    address: RegistryAddress
     pid: int = 0
     start_time: float = 0.0
     kept: bool = True
@@ -90,7 +90,7 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
     tried: list[str] = []
     given = url or environ.get(environ.REDIS_URL)
     if given:
-        address = Address.parse(given)
+        address = RegistryAddress.parse(given)
         why = _why_no_answer(address)
         if why is None and not (why := _too_old(_info(address))):
             return Server(address=address)
@@ -122,7 +122,7 @@ def _too_old(reported: str) -> str:
     return f"its version is {found[1]}.{found[2]}, and {VERSION_MIN} is the oldest that will do"
 
 
-def _info(address: Address) -> str:
+def _info(address: RegistryAddress) -> str:
     """What a server says of itself; nothing of one whose user may not ask."""
     client = RedisClient(address, timeout_s=_ANSWER_S)
     try:
@@ -144,7 +144,7 @@ def _find_recorded(home: environ.Home) -> Server | None:
     data = _read_record(home)
     if not data:
         return None
-    server = Server(address=Address(path=data.pop("socket")), **data)
+    server = Server(address=RegistryAddress(path=data.pop("socket")), **data)
     return server if process.is_alive(server.process) else None
 
 
@@ -319,7 +319,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     # outlives the engine, and serves the next one.
     env = {name: value for name, value in environ.snapshot().items() if name != "ROTA_ENGINE"}
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_START_S, env=env)
-    address = Address(path=str(path))
+    address = RegistryAddress(path=str(path))
     deadline = time.monotonic() + _START_S
     while (why := _why_no_answer(address)) is not None:
         if time.monotonic() > deadline:
@@ -343,7 +343,7 @@ def _end_unrecorded(home: environ.Home, path: Path) -> None:
             process.wait_gone((found,), _STOP_S)
 
 
-def _why_no_answer(address: Address) -> str | None:
+def _why_no_answer(address: RegistryAddress) -> str | None:
     client = RedisClient(address, timeout_s=_ANSWER_S)
     try:
         client.call("PING")

@@ -21,7 +21,7 @@ from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.runtime.process import write_private
 from rota.runtime.random import RandomSource, ulid
 from rota.runtime.secrets import Vault
-from rota.service.accounts import Caller, Role
+from rota.service.accounts import Caller, UserRole
 from rota.service.api import RESOURCES
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import (
@@ -294,7 +294,7 @@ class Intake:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
         if caller is not None:  # without a service nothing can be asked
-            caller.need(Role.USER, spec.queue)
+            caller.need(UserRole.USER, spec.queue)
 
     def _as_tenant(self, spec: JobSpec, given: Submission) -> JobSpec:
         """The job with the user of its queue, or of the nearest one above. Raises JobFileError for what needs root.

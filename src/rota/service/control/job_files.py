@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rota.runtime.clock import Clock, iso
 from rota.runtime.data_cache import NOTES_MAX, DataFailed, Uploaded, apart
 from rota.runtime.environ import Home
-from rota.runtime.job_files import FILES_LABEL, OWN_FILES, READ_BYTES_MAX, FileRow, FileRows
+from rota.runtime.job_files import FILES_LABEL, OWN_FILES, READ_BYTES_MAX, FileEntries, FileEntry
 from rota.runtime.output import LocalLog, LogFile, instance_of, key_of, log_files
 from rota.service.control.engine import Engine
 from rota.service.control.submission import store_environ
@@ -136,7 +136,7 @@ class JobFilesElsewhere:
             try:
                 rows = future.result(max(0.0, until_s - self._clock.monotonic_s()))["items"]
             except UnknownName:  # nothing was written there yet
-                rows = list[FileRow]()
+                rows = list[FileEntry]()
             except (RotaError, TimeoutError) as error:
                 future.cancel()
                 self._give_up(host, error)
@@ -222,9 +222,9 @@ def wanted_logs(files: Mapping[str, LogFile], role: str, rank: int | None) -> di
     }
 
 
-async def all_rows(listed: Callable[[str], Awaitable[FileRows]]) -> list[FileRow]:
+async def all_rows(listed: Callable[[str], Awaitable[FileEntries]]) -> list[FileEntry]:
     """Every row of ``JobFiles.listed``, page by page: ``listed`` gives the one after a path."""
-    rows, after = list[FileRow](), ""
+    rows, after = list[FileEntry](), ""
     while True:
         page = await listed(after)
         rows += page["items"]
@@ -301,7 +301,7 @@ async def _gather(job: JobHistory, installation: Installation, engine: Engine, h
     return notes[:NOTES_MAX]
 
 
-async def _copy_file(engine: Engine, host: str, job: JobId, row: FileRow, place: Path) -> None:
+async def _copy_file(engine: Engine, host: str, job: JobId, row: FileEntry, place: Path) -> None:
     await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
     with place.open("wb") as file:
         while file.tell() < row["bytes"]:

@@ -25,7 +25,7 @@ import rota
 from rota.cluster.live import Scheduler
 from rota.runtime.environ import PRIVATE_DIR, PRIVATE_FILE
 from rota.runtime.event_log.interface import EventLog
-from rota.service.accounts import Accounts
+from rota.service.accounts import AccountBook
 from rota.service.metrics import Counts
 from rota.service.views.installation import Installation
 from rota.spec import codec
@@ -44,7 +44,7 @@ class Views:
     scheduler: Scheduler
     installation: Installation = field(default_factory=Installation)
     counts: Counts = field(default_factory=Counts)
-    accounts: Accounts = field(default_factory=Accounts)
+    accounts: AccountBook = field(default_factory=AccountBook)
 
     def apply(self, records: Iterable[Record]) -> None:
         """Take in records, in order."""

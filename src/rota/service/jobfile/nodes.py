@@ -1,6 +1,6 @@
 """YAML or JSON text as plain values that know their place, read event by event under hard limits; values as YAML.
 
-A scalar is a ``str``, a mapping a ``dict``, a list a ``list``, each with a ``Place``. The field that reads a plain
+A scalar is a ``str``, a mapping a ``dict``, a list a ``list``, each with a ``TextPlace``. The field that reads a plain
 scalar decides what it means. The events of ruamel.yaml's YAML 1.2 parser are composed within limits on bytes, depth,
 values and aliases (an alias counts as if it were written out), so a hostile text costs what the limits allow.
 """
@@ -25,7 +25,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.scanner import Scanner
 
-from rota.service.jobfile.problems import LINE_BREAK, ErrorCollector, Place
+from rota.service.jobfile.problems import LINE_BREAK, ErrorCollector, TextPlace
 from rota.spec.check import Path
 
 TEXT_BYTES_MAX = 2**20
@@ -59,7 +59,7 @@ class ScalarNode(str):
 
     __slots__ = ("place", "plain", "size")
 
-    def __new__(cls, text: str, place: Place, *, plain: bool = True) -> ScalarNode:
+    def __new__(cls, text: str, place: TextPlace, *, plain: bool = True) -> ScalarNode:
         node = super().__new__(cls, text)
         node.place, node.plain, node.size = place, plain, 1
         return node
@@ -89,7 +89,7 @@ class MappingNode(dict["ScalarNode", "Node"]):
 
     __slots__ = ("place", "size")
 
-    def __init__(self, entries: dict[ScalarNode, Node], place: Place) -> None:
+    def __init__(self, entries: dict[ScalarNode, Node], place: TextPlace) -> None:
         super().__init__(entries)
         self.place, self.size = place, 1
 
@@ -114,7 +114,7 @@ class SequenceNode(list["Node"]):
 
     __slots__ = ("place", "size")
 
-    def __init__(self, items: list[Node], place: Place) -> None:
+    def __init__(self, items: list[Node], place: TextPlace) -> None:
         super().__init__(items)
         self.place, self.size = place, 1
 
@@ -122,7 +122,7 @@ class SequenceNode(list["Node"]):
 Node: TypeAlias = ScalarNode | MappingNode | SequenceNode
 
 
-def moved(node: Node, place: Place) -> Node:
+def moved(node: Node, place: TextPlace) -> Node:
     """A copy at another place; what is in it is shared."""
     match node:
         case ScalarNode():
@@ -273,7 +273,7 @@ class _Composer:
             self._count(event, 1)
             if event.anchor is not None:
                 self._anchors[str(event.anchor)] = None
-            place, before = Place(*_position(event)), self._nodes
+            place, before = TextPlace(*_position(event)), self._nodes
             node = self._mapping(place, path) if isinstance(event, MappingStartEvent) else self._list(place, path)
             node.size = 1 + self._nodes - before
         if event.anchor is not None:
@@ -309,7 +309,7 @@ class _Composer:
         plain = not event.style
         if plain and _NOT_FINITE.fullmatch(text):
             self._refuse(event, f"{text} is not a number a job can use", hint="give a finite number", code="BAD_TYPE")
-        return ScalarNode(text, Place(*_position(event)), plain=plain)
+        return ScalarNode(text, TextPlace(*_position(event)), plain=plain)
 
     def _inside(self) -> Iterator[Any]:
         """The events of the values of an open collection, up to its end."""
@@ -318,14 +318,14 @@ class _Composer:
                 return
             yield event
 
-    def _list(self, place: Place, path: Path) -> SequenceNode:
+    def _list(self, place: TextPlace, path: Path) -> SequenceNode:
         node = SequenceNode([], place)
         for event in self._inside():
             self._check_entries(node, path)
             node.append(self._node(event, (*path, len(node))))
         return node
 
-    def _mapping(self, place: Place, path: Path) -> MappingNode:
+    def _mapping(self, place: TextPlace, path: Path) -> MappingNode:
         node = MappingNode({}, place)
         merged: list[Node] = []
         for event in self._inside():

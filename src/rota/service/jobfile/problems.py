@@ -76,7 +76,7 @@ def cannot_use(error: OSError) -> BadInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPlace:
     """Line and column, from 1. ``file`` and ``source`` are those of a ``--set``; ``loc`` overrides the dotted path."""
 
     line: int
@@ -105,7 +105,7 @@ class ErrorCollector:
             self._lines = LINE_BREAK.split(self._text)
         return self._lines[line - 1] if 0 < line <= len(self._lines) else ""
 
-    def add(self, place: Place, path: Path, message: str, *, hint: str = "", code: str = "INVALID") -> None:
+    def add(self, place: TextPlace, path: Path, message: str, *, hint: str = "", code: str = "INVALID") -> None:
         """One more problem."""
         problem = Problem(
             loc=place.loc or dotted(path),
@@ -124,7 +124,7 @@ class ErrorCollector:
 
     def fail(self, line: int, col: int, message: str, *, hint: str = "", code: str = "SYNTAX") -> NoReturn:
         """One more problem of the text itself, after which nothing can be read."""
-        self.add(Place(line, col), (), message, hint=hint, code=code)
+        self.add(TextPlace(line, col), (), message, hint=hint, code=code)
         raise self.error()
 
     def error(self) -> JobFileError:

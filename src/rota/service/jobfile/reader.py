@@ -20,7 +20,7 @@ from rota.service.jobfile.nodes import (
     moved,
     read_tree,
 )
-from rota.service.jobfile.problems import ErrorCollector, Place, Problem
+from rota.service.jobfile.problems import ErrorCollector, Problem, TextPlace
 from rota.spec import check as rules
 from rota.spec.check import Path
 from rota.spec.errors import JobFileError, did_you_mean, nearest
@@ -290,7 +290,7 @@ def apply_sets(root: Node, sets: Sequence[str], errors: ErrorCollector) -> None:
     dots are found if they are in the file. What is missing is made. The models decide what a value means.
     """
     for number, text in enumerate(sets[:SETS_MAX], 1):
-        place = Place(1, 1, file=f"--set #{number}", source=text)
+        place = TextPlace(1, 1, file=f"--set #{number}", source=text)
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             hint = "for example roles.trainer.replicas=4"
@@ -298,12 +298,12 @@ def apply_sets(root: Node, sets: Sequence[str], errors: ErrorCollector) -> None:
         elif path.count(".") + path.count("[") >= DEPTH_MAX:
             errors.add(place, (), f"a path of more than {DEPTH_MAX} steps", code="BAD_SET")
         else:
-            node = _value(value, Place(1, len(path) + 2, file=place.file, source=text), errors)
+            node = _value(value, TextPlace(1, len(path) + 2, file=place.file, source=text), errors)
             if node is not None:
                 _lay(root, path.strip(), node, place, errors)
 
 
-def find_place(root: Node, path: Path) -> Place:
+def find_place(root: Node, path: Path) -> TextPlace:
     """The place of what is at ``path``, or of the nearest above it; a mapping is placed at its key."""
     node, best = root, root.place
     for part in path:
@@ -321,7 +321,7 @@ def find_place(root: Node, path: Path) -> Place:
     return best
 
 
-def _value(text: str, place: Place, errors: ErrorCollector) -> Node | None:
+def _value(text: str, place: TextPlace, errors: ErrorCollector) -> Node | None:
     """A list or mapping in YAML, or else a scalar with exactly this text."""
     if text[:1] not in ("[", "{"):
         return ScalarNode(text, place)
@@ -341,7 +341,7 @@ def _value(text: str, place: Place, errors: ErrorCollector) -> Node | None:
     return node
 
 
-def _lay(node: Node, path: str, value: Node, place: Place, errors: ErrorCollector) -> None:
+def _lay(node: Node, path: str, value: Node, place: TextPlace, errors: ErrorCollector) -> None:
     """Walk down ``path``, making mappings where nothing is, and put ``value`` at its end."""
     walked: Path = ()
     while path:
@@ -364,7 +364,7 @@ def _lay(node: Node, path: str, value: Node, place: Place, errors: ErrorCollecto
         node = node[index]
 
 
-def _below(node: MappingNode, name: str, place: Place) -> Node:
+def _below(node: MappingNode, name: str, place: TextPlace) -> Node:
     """What is under a key, made when nothing is; a copy, since an alias shares its node with what it names."""
     key = node.key(name)
     old = ScalarNode("", place) if key is None else node[key]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from rota.service.jobfile.problems import ErrorCollector, Place
+from rota.service.jobfile.problems import ErrorCollector, TextPlace
 from rota.spec.errors import did_you_mean
 
 HEADER_LINES_MAX = 200
@@ -104,14 +104,20 @@ def _refuse_srun(text: str, errors: ErrorCollector) -> None:
         found = re.match(r"\s*srun\b", line)
         if found is not None:
             hint = "every task runs the script itself: write the command without srun"
-            errors.add(Place(number, found.end() - 3), (), "srun has no meaning here", hint=hint, code="UNKNOWN_FIELD")
+            errors.add(
+                TextPlace(number, found.end() - 3), (), "srun has no meaning here", hint=hint, code="UNKNOWN_FIELD"
+            )
 
 
 def _rota(text: str, line: int, errors: ErrorCollector) -> list[str]:
     path, equals, value = text.strip().partition("=")
     if not equals or not path:
         errors.add(
-            Place(line, 7), (), f"{text.strip()!r} is not key=value", hint="for example #ROTA gpus=2", code="BAD_SET"
+            TextPlace(line, 7),
+            (),
+            f"{text.strip()!r} is not key=value",
+            hint="for example #ROTA gpus=2",
+            code="BAD_SET",
         )
         return []
     return [f"{SHORT.get(path, path)}={value.strip()}"]
@@ -138,13 +144,17 @@ def _sbatch(header: Header, errors: ErrorCollector) -> list[str]:
     if known is None:
         hint = REPLACED.get(header.name) or did_you_mean(header.name, SBATCH)
         errors.add(
-            Place(header.line, header.col), (), f"--{header.name} has no meaning here", hint=hint, code="UNKNOWN_FIELD"
+            TextPlace(header.line, header.col),
+            (),
+            f"--{header.name} has no meaning here",
+            hint=hint,
+            code="UNKNOWN_FIELD",
         )
         return []
     try:
         return known(header.value)
     except ValueError as exc:
-        errors.add(Place(header.line, header.col), (f"--{header.name}",), str(exc), code="BAD_TYPE")
+        errors.add(TextPlace(header.line, header.col), (f"--{header.name}",), str(exc), code="BAD_TYPE")
         return []
 
 

@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rota.service.jobfile.nodes import ENTRIES_MAX, MappingNode, Node, ScalarNode, SequenceNode
-from rota.service.jobfile.problems import ErrorCollector, Place
+from rota.service.jobfile.problems import ErrorCollector, TextPlace
 from rota.spec.check import Path
 from rota.spec.errors import did_you_mean, nearest
 from rota.spec.resources import counted, parse_duration, parse_size
@@ -525,7 +525,7 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
     errors.add(place, (*above, *path), message, hint=hint, code=code)
 
 
-def place_of(root: Node, loc: Sequence[str | int], *, key: bool = False) -> tuple[Path, Place]:
+def place_of(root: Node, loc: Sequence[str | int], *, key: bool = False) -> tuple[Path, TextPlace]:
     """The path and place of what is at ``loc``; steps into a shorter form do not count. ``key``: of its key."""
     here, path, place = root, (), root.place
     for part in loc:

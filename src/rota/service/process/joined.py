@@ -402,7 +402,7 @@ def _end_memory(files: MachineFiles) -> list[str]:
 # -- the agent --------------------------------------------------------------------------------------------------------
 
 
-class Agent:
+class JoinAgent:
     """Keeps this machine in its installation, until SIGTERM."""
 
     def __init__(self, files: MachineFiles, member: Membership) -> None:
@@ -551,7 +551,7 @@ def main(arguments: list[str]) -> int:
     if member is None:
         _say(f"{files.membership} holds no membership")
         return 1
-    Agent(files, member).run()
+    JoinAgent(files, member).run()
     return 0
 
 

@@ -20,7 +20,7 @@ from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import PRIVATE_FILE
 from rota.runtime.process import write_private
 from rota.runtime.random import RandomSource, secret_token
-from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
+from rota.service.accounts import LOCAL, AccountBook, Caller, UserRole, is_below
 from rota.service.models.accounts import AuditLine
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt, StoreUnavailable
@@ -93,7 +93,7 @@ class Auth:
     random_source: RandomSource
     own: TokenMade
     hosts: frozenset[str]
-    accounts: Accounts = field(default_factory=Accounts)
+    accounts: AccountBook = field(default_factory=AccountBook)
     _codes: dict[str, tuple[float, str, str]] = field(default_factory=dict)
     """Until when, of whom and for which token each code is, the oldest first."""
     _failures: dict[str, deque[float]] = field(default_factory=dict)
@@ -105,11 +105,11 @@ class Auth:
         clock: Clock,
         random_source: RandomSource,
         hosts: frozenset[str],
-        accounts: Accounts | None = None,
+        accounts: AccountBook | None = None,
     ) -> Auth:
         """``token`` is that of the installation; ``hosts`` are the names under which it is asked, without port."""
         own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
-        return Auth(clock=clock, random_source=random_source, own=own, hosts=hosts, accounts=accounts or Accounts())
+        return Auth(clock=clock, random_source=random_source, own=own, hosts=hosts, accounts=accounts or AccountBook())
 
     def check(self, asked: AuthRequest) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
@@ -143,10 +143,12 @@ class Auth:
     def may_revoke(self, caller: Caller, made: TokenMade) -> bool:
         """An admin any token; others their own ones, but none that is worth more than what they ask with."""
         mine = self._find(caller.token)
-        if caller.has(Role.ADMIN) or mine is None:
-            return caller.has(Role.ADMIN)
+        if caller.has(UserRole.ADMIN) or mine is None:
+            return caller.has(UserRole.ADMIN)
         return (
-            made.user == caller.user and Role.of(made.role) <= Role.of(mine.role) and is_below(made.queue, mine.queue)
+            made.user == caller.user
+            and UserRole.of(made.role) <= UserRole.of(mine.role)
+            and is_below(made.queue, mine.queue)
         )
 
     def check_host(self, asked: AuthRequest) -> None:
@@ -197,15 +199,15 @@ class Auth:
         return f"{signed}.{self.sign(signed)}"
 
     def make_token(
-        self, caller: Caller, *, user: str, name: str, role: Role, queue: str, ttl_s: float | None
+        self, caller: Caller, *, user: str, name: str, role: UserRole, queue: str, ttl_s: float | None
     ) -> tuple[TokenMade, str]:
         """A new token and its event, which is not appended yet. Raises NotAllowed for one of another, or for more."""
         if user != caller.user:
-            caller.need(Role.ADMIN)
+            caller.need(UserRole.ADMIN)
         now = self.clock.wall_s()
         parent = None if caller.token == self.own.id else self.accounts.tokens.get(caller.token)
         if parent is not None and user == caller.user:  # no token makes one that may do or last more than itself
-            role = min(role, Role.of(parent.made.role))
+            role = min(role, UserRole.of(parent.made.role))
             queue = queue or parent.made.queue
             if not is_below(queue, parent.made.queue):
                 raise NotAllowed(f"queue {queue!r} is not below {parent.made.queue!r}, all that your token is for")

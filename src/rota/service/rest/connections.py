@@ -60,11 +60,11 @@ class Connections:
 
     def __init__(self, most: int, now: Callable[[], float]) -> None:
         self.most, self.most_of_address = most, max(1, most // 2)
-        self._open: dict[Connection, str] = {}
+        self._open: dict[HttpConnection, str] = {}
         self._of: Counter[str] = Counter()
         self._full = RateLimitedLog(now)
 
-    def admit(self, one: Connection, address: str) -> bool:
+    def admit(self, one: HttpConnection, address: str) -> bool:
         """Accept a connection, closing another one for it if needed; False when the limit is reached."""
         if self._of[address] >= self.most_of_address:
             room = self._make_room(address)
@@ -85,18 +85,18 @@ class Connections:
         victim.transport.abort()
         return True
 
-    def forget(self, one: Connection) -> None:
+    def forget(self, one: HttpConnection) -> None:
         """It is closed; harmless if it was forgotten before."""
         if (address := self._open.pop(one, None)) is not None:
             self._of -= Counter([address])  # drops an address at 0: else the table grows with each that ever came
 
-    def renew(self, one: Connection) -> None:
+    def renew(self, one: HttpConnection) -> None:
         """It has had an answer: others are older now."""
         if (address := self._open.pop(one, None)) is not None:
             self._open[one] = address
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection: closed when no request comes within ``HEAD_S``, however slowly it sends."""
 
     def __init__(self, shared: Connections, *args: Any, **named: Any) -> None:
@@ -158,8 +158,8 @@ def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Co
     backlog = min(BACKLOG_MAX, free // 4)
     shared = shared or Connections(min(CONNECTIONS_MAX, free - backlog), asyncio.get_running_loop().time)
 
-    def connection(*args: Any, **named: Any) -> Connection:
-        return Connection(shared, *args, **named)
+    def connection(*args: Any, **named: Any) -> HttpConnection:
+        return HttpConnection(shared, *args, **named)
 
     return uvicorn.Config(
         app,

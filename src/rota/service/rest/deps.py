@@ -21,7 +21,7 @@ from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.random import RandomSource
 from rota.runtime.secrets import Vault
-from rota.service.accounts import Caller, Redactor, Role
+from rota.service.accounts import Caller, Redactor, UserRole
 from rota.service.config import Settings
 from rota.service.control.engine import Engine
 from rota.service.control.forecasts import Forecasts
@@ -183,7 +183,7 @@ class AppState:
         """A job in which the caller may run code. Raises NotAllowed beside what ``seen`` raises."""
         found = self.steered(caller, job)
         owner = found.submitted.user
-        if found.spec.secrets and owner != caller.user and not caller.has(Role.ADMIN):
+        if found.spec.secrets and owner != caller.user and not caller.has(UserRole.ADMIN):
             text = f"{found.id} has secrets of {owner}, which a command could read"
             raise NotAllowed(text, hint=f"ask {owner}, or an admin")
         return found

@@ -60,19 +60,19 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RequestHead:
     """First line and headers of a request or an answer, as they came."""
 
     first: str
     lines: tuple[str, ...]
 
     @staticmethod
-    def of(raw: bytes) -> Head:
+    def of(raw: bytes) -> RequestHead:
         """Raises ValueError for bytes that are not such a head."""
         first, *lines = raw.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
         if len(first.split(" ", 2)) < 2 or any(":" not in line or line[:1] in " \t" for line in lines):
             raise ValueError("no head of HTTP/1.1")
-        return Head(first, tuple(lines))
+        return RequestHead(first, tuple(lines))
 
     def get(self, name: str) -> str:
         """All values of a header, joined; empty without one."""
@@ -107,7 +107,7 @@ class Head:
         pairs = (one.partition("=") for one in self.get("cookie").split("; "))
         return [(name.removeprefix(prefix), value) for name, _, value in pairs if name.startswith(prefix) and value]
 
-    def sent_back(self, prefix: str, asked: Head) -> bytes:
+    def sent_back(self, prefix: str, asked: RequestHead) -> bytes:
         """The answer for the browser: cookies of the program belong to its port, and none is a session of Rota."""
         kept = [line for line in self.lines if _name(line) != "set-cookie"]
         made = [_value(line) for line in self.lines if _name(line) == "set-cookie"]
@@ -247,7 +247,7 @@ class Forwards:
     async def _connection(self, key: Key, forward: Forward, browser: Streams) -> None:
         try:
             async with asyncio.timeout(HEAD_S):
-                head = Head.of(await browser[0].readuntil(b"\r\n\r\n"))
+                head = RequestHead.of(await browser[0].readuntil(b"\r\n\r\n"))
             address = str(browser[1].get_extra_info("peername")[0])
             refusal, caller = self._checked(key, head, address)
             if caller is None or self.connections_of[caller.user] >= CONNECTIONS_OF_USER_MAX:
@@ -299,7 +299,7 @@ class Forwards:
             return None
         return program
 
-    def _checked(self, key: Key, head: Head, address: str) -> tuple[bytes, Caller | None]:
+    def _checked(self, key: Key, head: RequestHead, address: str) -> tuple[bytes, Caller | None]:
         """The caller of a request that may pass; else the answer to it."""
         job, instance, name = key
         if head.get("transfer-encoding"):
@@ -322,7 +322,7 @@ class Forwards:
 class Relay:
     """One request of a browser on its way; ``used_s`` is when a byte last came, from either side."""
 
-    head: Head
+    head: RequestHead
     browser: Streams
     clock: Clock
     used_s: float = 0.0
@@ -338,9 +338,9 @@ class Relay:
         program[1].write(self.head.sent_on(forward.prefix))
         sending = asyncio.create_task(self._up(forward, program[1]), name="port, up")
         try:
-            answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
+            answer = RequestHead.of(await program[0].readuntil(b"\r\n\r\n"))
             while answer.interim:
-                answer = Head.of(await program[0].readuntil(b"\r\n\r\n"))
+                answer = RequestHead.of(await program[0].readuntil(b"\r\n\r\n"))
             self.browser[1].write(answer.sent_back(forward.prefix, self.head))
             while data := await program[0].read(CHUNK_BYTES):
                 self.used_s = self.clock.monotonic_s()

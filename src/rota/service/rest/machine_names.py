@@ -10,7 +10,7 @@ from typing import Final
 
 from rota.runtime.clock import Clock
 from rota.runtime.process import write_private
-from rota.service.accounts import Caller, Role
+from rota.service.accounts import Caller, UserRole
 from rota.spec.errors import Conflict, LimitExceeded, NotAllowed, UnknownName
 
 SEEN_S: Final = 15.0
@@ -51,7 +51,7 @@ class MachineNames:
         if not self._is_silent(known):
             hint = "give this one another: rota join --name NAME"
             raise Conflict(f"the name {host} is taken by one at {known.address}", hint=hint)
-        if known.token != caller.token and not caller.has(Role.ADMIN):
+        if known.token != caller.token and not caller.has(UserRole.ADMIN):
             hint = "join with that token or with one of an admin, or under another name: rota join --name NAME"
             raise Conflict(f"the name {host} belongs to the token with which {known.address} joined", hint=hint)
 
@@ -78,7 +78,7 @@ class MachineNames:
         """Free a name; harmless when it has none. Raises NotAllowed for a token that did not take it."""
         if (known := self._names.get(host)) is None:
             return
-        if known.token != caller.token and not caller.has(Role.ADMIN):
+        if known.token != caller.token and not caller.has(UserRole.ADMIN):
             hint = "leave with the token with which it joined, or with one of an admin"
             raise NotAllowed(f"the name {host} belongs to another token", hint=hint)
         del self._names[host]

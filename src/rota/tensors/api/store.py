@@ -94,7 +94,7 @@ def down(home: str | Path | None = None) -> bool:
     """End the registry server of a home and give all its shared memory back; True when there was one."""
     where = environ.Home.of(home) if home is not None else environ.Home.find()
     with redis_server.registry_lock(where):
-        roots = {shm_root(redis_server.Address(path=str(redis_server.socket_path(where))).url)}
+        roots = {shm_root(redis_server.RegistryAddress(path=str(redis_server.socket_path(where))).url)}
         running = redis_server.find_running(where)
         if running is not None:
             roots.add(shm_root(running.address.url))
@@ -581,7 +581,7 @@ class Plane:
         return self._space.namespace
 
     @property
-    def address(self) -> redis_server.Address:
+    def address(self) -> redis_server.RegistryAddress:
         """Where the registry listens."""
         return self._session.server.address
 

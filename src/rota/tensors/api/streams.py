@@ -21,7 +21,7 @@ from rota.tensors.core import Json, Tensor, check_count, check_name
 from rota.tensors.errors import failpoint
 from rota.tensors.records import META_BYTES_MAX, ChannelRecord, Moved, OpenRing, repeated
 from rota.tensors.registry import RedisMachine, ScriptRefused, refusal
-from rota.tensors.ring import IDLE, ITEMS, ITEMS_WANTED, MARK, OPEN, ROOM, ROOM_WANTED, Record, Ring
+from rota.tensors.ring import IDLE, ITEMS, ITEMS_WANTED, MARK, OPEN, ROOM, ROOM_WANTED, Ring, RingRecord
 from rota.tensors.session import Session
 from rota.tensors.space import Space
 from rota.tensors.writer import PublishOrder
@@ -159,7 +159,7 @@ class Channel:
 
     def _take(self, n_max: int, as_: str) -> tuple[OpenRing | None, int, list[ChannelRecord]]:
         """One try to take records: the ring, what to wait on, and the records."""
-        fences, taken = self._look(), list[Record]()
+        fences, taken = self._look(), list[RingRecord]()
         if (found := self._rings.find(self.name)) is None:
             return None, 0, []
         try:
@@ -190,7 +190,7 @@ class Channel:
             record.lease = None
         return lost
 
-    def _give_back(self, records: list[Record], ring_version: int) -> None:
+    def _give_back(self, records: list[RingRecord], ring_version: int) -> None:
         self._space.check()
         found = self._rings.find(self.name)
         if found is not None and found.version == ring_version:

@@ -216,7 +216,7 @@ def split_attention(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: Pl
     for index, layer in parts.layers(piece):
         for core in cores_of(layer):
             name, inner = _name(index, core), inner_of(core)
-            spans = Ring(name, inner, group) if plan.cp_kind == "ring" else Ulysses(name, inner, group)
+            spans = AttentionRing(name, inner, group) if plan.cp_kind == "ring" else Ulysses(name, inner, group)
             core.forward = spans
 
 
@@ -229,7 +229,7 @@ def cores_of(layer: nn.Module) -> list[nn.Module]:
 def inner_of(core: nn.Module) -> Attend:
     """What a core computes by itself, before it spanned ranks."""
     forward = core.forward
-    return forward.inner if isinstance(forward, Ring | Ulysses) else forward
+    return forward.inner if isinstance(forward, AttentionRing | Ulysses) else forward
 
 
 def _name(index: int, core: nn.Module) -> str:
@@ -348,7 +348,7 @@ class Ulysses:
         return all_to_all(rows, self.group).movedim(0, 2).flatten(2, 3)
 
 
-class Ring:
+class AttentionRing:
     """A core whose attention spans a sequence that the ranks of ``group`` hold in chunks as ``columns`` says.
 
     What the core does before and after, causal or not, and its scale stay; ``name`` is for errors.

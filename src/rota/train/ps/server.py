@@ -33,7 +33,7 @@ from rota.train.ps.clocks import (
     WorkerJoined,
     WorkerLeft,
 )
-from rota.train.ps.table import SGD, Array, Dense, Floats, Ids, RowOptimizer, State, Table, TableSpec
+from rota.train.ps.table import SGD, Array, Dense, Floats, Ids, ParameterTable, RowOptimizer, State, TableSpec
 
 OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
@@ -80,7 +80,7 @@ class PsServer:
         self.spec, self._clock = spec, clock or SystemClock()
         self._core = PsShard(rule=spec.rule)
         self._dense: Dense | None = None
-        self._tables = {table.name: Table(table) for table in spec.tables}
+        self._tables = {table.name: ParameterTable(table) for table in spec.tables}
         self._changed = threading.Condition()
         self._payloads: dict[tuple[int, int], Arrays] = {}
         self._granted: dict[int, int] = {}
@@ -235,7 +235,7 @@ class PsServer:
             grads = np.concatenate([none, *(one[f"grads:{name}"] for one in given)])
             table.push(ids, grads * np.float32(weight))
 
-    def _table(self, name: str) -> Table:
+    def _table(self, name: str) -> ParameterTable:
         if name not in self._tables:
             raise BadInput(f"table {name!r}: unknown", hint=f"the tables are {', '.join(self._tables) or 'none'}")
         return self._tables[name]

@@ -123,7 +123,7 @@ class TableSpec:
     bytes_max: int = 0
 
 
-class Table:
+class ParameterTable:
     """The live rows of one table on one shard."""
 
     def __init__(self, spec: TableSpec) -> None:

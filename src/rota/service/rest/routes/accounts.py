@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
+from rota.service.accounts import LOCAL, Caller, Token, UserRole, is_below
 from rota.service.models.accounts import (
     AuditList,
     GrantedRole,
@@ -69,7 +69,7 @@ class TokenBody(BaseModel):
 
     user: Name = ""
     name: Annotated[str, Field(max_length=200)] = ""
-    role: str = Role.ADMIN.word
+    role: str = UserRole.ADMIN.word
     queue: Annotated[str, Field(max_length=500)] = ""
     ttl_s: Annotated[float | None, Field(gt=0, le=TTL_MAX_S)] = None
 
@@ -101,22 +101,22 @@ async def whoami(app: Parts, caller: Asker) -> Sent[UserDocument]:
 @router.get("/users")
 async def users(app: Parts, caller: Asker) -> Sent[UserList]:
     """Every user with roles; for admins."""
-    caller.need(Role.ADMIN)
-    found = {LOCAL: {"": Role.ADMIN}} | app.auth.accounts.users
+    caller.need(UserRole.ADMIN)
+    found = {LOCAL: {"": UserRole.ADMIN}} | app.auth.accounts.users
     return document(UserList, items=[_user(*one) for one in sorted(found.items())])
 
 
 @router.put("/users/{name}")
 async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sent[UserDocument]:
     """Set the roles of a user, also for tokens made before; a new name makes a new user."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
         taken = f"{LOCAL} and {OWNER} are taken"
         raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {taken}")
-    grants = {one.queue: Role.of(one.role) for one in body.grants}
+    grants = {one.queue: UserRole.of(one.role) for one in body.grants}
     for queue, role in grants.items():
         _check_queue(app, queue)
-        if role is Role.ADMIN and queue:
+        if role is UserRole.ADMIN and queue:
             raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
     if name not in app.auth.accounts.users:
         await _forget_secrets(app, name)  # what another of that name left
@@ -131,7 +131,7 @@ async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocumen
 
     ``jobs`` of the answer have not ended and name secrets: they cannot start again.
     """
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     if name not in app.auth.accounts.users:
         raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
     await _forget_secrets(app, name)  # first: the next of that name must not find them, whatever happens in between
@@ -146,7 +146,7 @@ async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocumen
 @router.get("/tokens")
 async def tokens(app: Parts, caller: Asker) -> Sent[TokenList]:
     """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
-    items = [_token(app, one) for one in _valid(app) if caller.has(Role.ADMIN) or one.made.user == caller.user]
+    items = [_token(app, one) for one in _valid(app) if caller.has(UserRole.ADMIN) or one.made.user == caller.user]
     return document(TokenList, items=items)
 
 
@@ -160,7 +160,7 @@ async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDo
         raise BadInput(f"{user} has {TOKENS_MAX} tokens", hint="revoke some: rota token rm ID")
     _check_queue(app, body.queue)
     made, whole = app.auth.make_token(
-        caller, user=user, name=body.name, role=Role.of(body.role), queue=body.queue, ttl_s=body.ttl_s
+        caller, user=user, name=body.name, role=UserRole.of(body.role), queue=body.queue, ttl_s=body.ttl_s
     )
     await app.loop.append([made])
     shown = _token(app, app.auth.accounts.tokens[made.id])
@@ -171,7 +171,7 @@ async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDo
 async def revoke_token(token: Annotated[str, Field(max_length=63)], app: Parts, caller: Asker) -> Sent[TokenDocument]:
     """Make a token worthless at once, with the sessions that were opened by it."""
     known = next((one for one in _valid(app) if one.made.id == token), None)
-    if known is None or not (caller.has(Role.ADMIN) or known.made.user == caller.user):
+    if known is None or not (caller.has(UserRole.ADMIN) or known.made.user == caller.user):
         raise UnknownName(f"no token {token!r}", hint="see: rota token ls")
     if not app.auth.may_revoke(caller, known.made):
         raise NotAllowed(f"token {token} may do more than the one you ask with", hint="use that one, or ask an admin")
@@ -205,7 +205,7 @@ async def remove_secret(name: Name, app: Parts, caller: Asker) -> Sent[SecretDoc
 @router.get("/webhooks")
 async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
     """Every webhook; for admins."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     items = [_webhook(made) for made, _ in app.notifier.targets.values()]
     return document(WebhookList, items=items)
 
@@ -213,7 +213,7 @@ async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
 @router.post("/webhooks", status_code=201)
 async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
     """Send notices to an address from now on; this answer alone holds the secret that notices are signed with."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     _check_queue(app, body.queue)
     made, secret = await asyncio.to_thread(app.notifier.make, body.url, body.on, body.queue, caller.user)
     await app.loop.append([made])
@@ -223,7 +223,7 @@ async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[Web
 @router.delete("/webhooks/{webhook}")
 async def remove_webhook(webhook: Name, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
     """Remove a webhook."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     if webhook not in app.notifier.targets:
         raise UnknownName(f"no webhook {webhook!r}", hint="see: rota webhook ls")
     made, _ = app.notifier.targets[webhook]
@@ -245,7 +245,7 @@ async def audit(
 
     ``text``: a part of the path, the user or the address. ``next`` is the cursor of the older ones.
     """
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     found = await asyncio.to_thread(app.audit.newest, limit + 1, user=user, text=text, before=cursor)
     items = found[:limit]
     return document(AuditList, items=items, next=audit_cursor(items[-1]) if len(found) > limit else None)
@@ -260,7 +260,7 @@ def _check_queue(app: AppState, queue: str) -> None:
 
 def _owner(caller: Caller) -> str:
     """Whose secrets these are. Raises NotAllowed for a token that may only look."""
-    if not any(role >= Role.USER for _, role in caller.grants):
+    if not any(role >= UserRole.USER for _, role in caller.grants):
         raise NotAllowed("secrets are for those who may submit jobs", hint="a token of the role user")
     return caller.user
 
@@ -276,11 +276,11 @@ def _valid(app: AppState) -> list[Token]:
     return [one for one in app.auth.accounts.tokens.values() if one.valid(now)]
 
 
-def _user(name: str, grants: dict[str, Role]) -> UserRow:
+def _user(name: str, grants: dict[str, UserRole]) -> UserRow:
     return {"name": name, "grants": _granted(grants.items())}
 
 
-def _granted(grants: Iterable[tuple[str, Role]]) -> list[GrantedRole]:
+def _granted(grants: Iterable[tuple[str, UserRole]]) -> list[GrantedRole]:
     return [{"queue": queue, "role": role.word} for queue, role in sorted(grants)]
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.cluster.core.state import State
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
-from rota.service.accounts import Role
+from rota.service.accounts import UserRole
 from rota.service.config import masked_url
 from rota.service.control.changes import broken_queues, read_queues
 from rota.service.machine_checks import node_findings
@@ -162,7 +162,7 @@ async def hold(app: Parts, caller: Asker, body: HoldBody | None = None) -> Sent[
 
     ``jobs`` counts those that have not ended, by state. Without an end of the service it is over after some minutes.
     """
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     app.loop.hold(HOLD_S)
     live = tuple(app.loop.installation.live.values())
     asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=(body or HoldBody()).grace_s)
@@ -258,7 +258,7 @@ async def node(node: str, app: Parts, caller: Asker) -> Sent[NodeDocument]:
 @router.get("/nodes/{node}/usage")
 async def node_usage(node: str, app: Parts, caller: Asker) -> Sent[NodeUsage]:
     """What the machine of a node does, measured there: cores, memory, network, disks, devices, processes of jobs."""
-    caller.need(Role.VIEWER)
+    caller.need(UserRole.VIEWER)
     found = await app.engine.usage(_one_node(app, node)["host"])
     return document(NodeUsage, found, node=node)
 
@@ -269,7 +269,7 @@ async def check_nodes(app: Parts, caller: Asker) -> Sent[NodeCheck]:
 
     One check at a time; for admins.
     """
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     async with app.check_lock:
         facts = await app.engine.check_machines()
     items = node_findings(facts)
@@ -287,7 +287,7 @@ async def mark_node(
     body: MarkBody | None = None,
 ) -> Sent[DrainPlan]:
     """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     given = body or MarkBody()
     if given.dry_run:
         note(dry_run=True)
@@ -349,7 +349,7 @@ async def apply_queues(body: QueuesBody, app: Parts, caller: Asker, note: Note) 
     for path in paths | set(old):
         if old.get(path) != next((queue for queue in given if queue.path == path), None):
             parent = path.rpartition("/")[0]
-            caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
+            caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
     if body.dry_run:
         note(dry_run=True)
     used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
@@ -429,7 +429,7 @@ async def acknowledge(body: AcknowledgeBody, app: Parts, caller: Asker) -> Sent[
         raise unknown(f"no alert {body.alert!r}", body.alert, items, "alerts")
     job = items[body.alert]["job"]
     if job is None:
-        caller.need(Role.ADMIN)
+        caller.need(UserRole.ADMIN)
     else:
         app.steered(caller, job)
     await app.loop.append([AlertAcknowledged(alert=body.alert, by=caller.user, text=body.note)])
@@ -453,7 +453,7 @@ async def report(
 @router.get("/settings")
 async def settings(app: Parts, caller: Asker) -> Sent[SettingList]:
     """The settings that the service runs with, and where each came from; for admins. No password is shown."""
-    caller.need(Role.ADMIN)
+    caller.need(UserRole.ADMIN)
     return document(SettingList, app.settings.document())
 
 

@@ -10,11 +10,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from rota.runtime.job_files import READ_BYTES_MAX, FileRow, JobFiles
+from rota.runtime.job_files import READ_BYTES_MAX, FileEntry, JobFiles
 from rota.service.control.job_files import all_rows, hosts_of
 from rota.service.models.base import REFUSAL, Sent, document
-from rota.service.models.jobs import FileList
-from rota.service.models.jobs import FileRow as FileDocument
+from rota.service.models.jobs import FileList, FileRow
 from rota.service.rest.deps import JobAccess, ReadJob
 from rota.spec.codec import JsonObject
 from rota.spec.errors import EngineUnavailable, UnknownName, unknown
@@ -33,7 +32,7 @@ _BYTES: dict[int | str, JsonObject] = {200: {"content": {"application/octet-stre
 @router.get("/jobs/{job}/files")
 async def files(on: ReadJob, path: Path = "", node: Node = "") -> Sent[FileList]:
     """What is at ``path`` of the output folder, and below it, on every machine that had an instance, or on ``node``."""
-    rows, notices, absent = list[FileDocument](), list[str](), list[UnknownName]()
+    rows, notices, absent = list[FileRow](), list[str](), list[UnknownName]()
     for host in _machines(on, node):
         try:
             found = await _rows(on, host, path)
@@ -43,7 +42,7 @@ async def files(on: ReadJob, path: Path = "", node: Node = "") -> Sent[FileList]
         except EngineUnavailable as error:
             notices.append(f"{error.message}: files that are there alone are not listed")
             continue
-        rows += [document(FileDocument, row, node=host, mark=row.get("mark", "")) for row in found]
+        rows += [document(FileRow, row, node=host, mark=row.get("mark", "")) for row in found]
     if absent and not rows and not notices and path:
         raise absent[0]
     rows.sort(key=lambda row: (row["path"], row["node"]))
@@ -91,7 +90,7 @@ def _area(on: JobAccess) -> str:
     return on.job.spec.output_dir or "output"
 
 
-async def _rows(on: JobAccess, host: str, path: str) -> list[FileRow]:
+async def _rows(on: JobAccess, host: str, path: str) -> list[FileEntry]:
     app, job, area = on.app, on.job.id, _area(on)
     if host:
         return await all_rows(partial(app.engine.list_files, host, job, area, path))

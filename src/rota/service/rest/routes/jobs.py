@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.job.rpc.tracing import read_spans, spans_of
-from rota.service.accounts import Caller, Role, is_below
+from rota.service.accounts import Caller, UserRole, is_below
 from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
 from rota.service.control.job_files import texts_elsewhere
@@ -236,7 +236,7 @@ async def change(
     """Change priority, queue, time limit or labels of a job that has not ended."""
     _check_version(on.job, if_match)
     changes = checked_changes(body.changes, on.job.spec, on.app.loop.scheduler)
-    on.caller.need(Role.USER, str(changes.get("queue", on.job.queue)))
+    on.caller.need(UserRole.USER, str(changes.get("queue", on.job.queue)))
     await on.append(JobChanged(changes=changes, by=on.caller.user))
     return on.document()
 

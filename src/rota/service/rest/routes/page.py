@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.service.accounts import Role
+from rota.service.accounts import UserRole
 from rota.service.models.accounts import Health, LoginDocument
 from rota.service.models.base import REFUSAL, Sent
 from rota.service.rest.auth import COOKIE, SESSION_TTL_S, bracketed, host_of
@@ -68,7 +68,7 @@ async def openapi(request: Request) -> Sent[dict[str, object]]:
 @_named.get("/metrics", response_class=PlainTextResponse)
 async def metrics(app: Parts, caller: Asker) -> Response:
     """Prometheus' text format; for who may see all queues."""
-    caller.need(Role.VIEWER)
+    caller.need(UserRole.VIEWER)
     return Response(app.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from rota.runtime.clock import iso
 from rota.runtime.output import (
     LogFile,
-    LogLine,
+    StampedLine,
     find_offset,
     follow_batch,
     key_of,
@@ -27,12 +27,11 @@ from rota.runtime.output import (
     read_lines,
     tail_lines,
 )
-from rota.service.accounts import Caller, Redactor, Role
+from rota.service.accounts import Caller, Redactor, UserRole
 from rota.service.control.job_files import JobFilesElsewhere, local_logs, wanted_logs
 from rota.service.control.loop import ServiceLoop
 from rota.service.models.base import REFUSAL, Sent, document
-from rota.service.models.jobs import EventList, EventRecord, LogPage
-from rota.service.models.jobs import LogLine as LogLineDocument
+from rota.service.models.jobs import EventList, EventRecord, LogLine, LogPage
 from rota.service.rest.deps import AppState, Asker, JobAccess, Parts, ReadJob, check_attempt, member_of
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import without_password
@@ -137,9 +136,9 @@ def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) ->
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
         private = isinstance(record.event, AccountEvent)
-        return None if private and not caller.has(Role.ADMIN) else record_document(record)
+        return None if private and not caller.has(UserRole.ADMIN) else record_document(record)
     job = app.loop.installation.jobs.get(record.job)
-    if caller.has(Role.QUEUE_ADMIN) or (job is not None and caller.reads(job)):
+    if caller.has(UserRole.QUEUE_ADMIN) or (job is not None and caller.reads(job)):
         return redactor.redact(record_document(record))
     if job is None or not caller.sees(job):
         return None
@@ -253,9 +252,9 @@ def record_document(record: Record) -> EventRecord:
     return cast("EventRecord", head | event_to_json(event))
 
 
-def line_document(line: LogLine) -> LogLineDocument:
+def line_document(line: StampedLine) -> LogLine:
     """One line of output."""
-    return document(LogLineDocument, line, ts=line.ts or None)
+    return document(LogLine, line, ts=line.ts or None)
 
 
 def frame(data: object, *, event: str | None = None, id: str | None = None) -> bytes:
@@ -326,7 +325,7 @@ class LogQuery:
     stream: str = ""
     attempt: int | None = None
 
-    def wants(self, line: LogLine) -> bool:
+    def wants(self, line: StampedLine) -> bool:
         """True when the line passes every filter."""
         return (
             (not self.grep or self.grep in (line.text.lower() if self.ignore_case else line.text))
@@ -365,10 +364,10 @@ def read_cursor(text: str) -> dict[str, int]:
     return offsets
 
 
-def read_page(sources: LogSources, query: LogQuery) -> tuple[list[LogLine], dict[str, int]]:
+def read_page(sources: LogSources, query: LogQuery) -> tuple[list[StampedLine], dict[str, int]]:
     """Lines now, merged by time, and the offsets after them. At most about ``LINES_MAX``; blocks."""
     offsets = read_cursor(query.cursor)
-    batches: list[list[LogLine]] = []
+    batches: list[list[StampedLine]] = []
     for key, log in sources.files(query).items():
         start = offsets.get(key, 0)
         try:
@@ -394,7 +393,7 @@ def read_page(sources: LogSources, query: LogQuery) -> tuple[list[LogLine], dict
     return merged, offsets
 
 
-def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
+def _ends(lines: Sequence[StampedLine], start: dict[str, int]) -> dict[str, int]:
     ends = dict(start)
     for line in lines:
         ends[key_of(line)] = line.end
@@ -445,7 +444,7 @@ async def follow_logs(
             await loop.clock.sleep(REMOTE_POLL_S if sources.elsewhere.hosts else LOG_POLL_S)
 
 
-def _frames(lines: Sequence[LogLine], ends: dict[str, int]) -> Iterator[bytes]:
+def _frames(lines: Sequence[StampedLine], ends: dict[str, int]) -> Iterator[bytes]:
     """Lines as events; every few of them carry the exact place to continue at, the last one ``ends``."""
     here = dict(ends)
     for line in reversed(lines):

@@ -603,9 +603,9 @@ def test_who_waits_is_tried_again_when_a_job_gives_back_what_it_had_beyond_its_r
 def test_what_happens_when_decisions_are_carried_out() -> None:
     job, other = JobId("j"), JobId("k")
     stop = Preempt(job=job, for_job=other, reason=Reason.PREEMPTED_PRIORITY, grace_s=1.0)
-    assert list(events_of([stop])) == [StopRequested(job=job)]
+    assert list(events_of([stop])) == [StopRequested(job=job, for_job=other)]
     undone = replace(stop, undone=("a", "b"))
-    assert list(events_of([undone])) == [StopRequested(job=job), PairUndone(job=job, pair=("a", "b"))]
+    assert list(events_of([undone])) == [StopRequested(job=job, for_job=other), PairUndone(job=job, pair=("a", "b"))]
 
 
 def test_what_is_left_over_in_whole_units_goes_to_the_largest_remainder_that_may_have_it() -> None:

@@ -584,8 +584,11 @@ def _present_milli(state: State, shape: Shape) -> int:
 
 
 def _of_types(state: State, shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    wanted = {row for slot in shape.slots if slot.gpus or slot.milli for row in state.type_rows(slot.type)}
-    return np.isin(state.dev_type, sorted(wanted))
+    wanted = np.zeros(len(state.types), dtype=np.bool_)
+    for slot in shape.slots:
+        if slot.gpus or slot.milli:
+            wanted[state.type_rows(slot.type)] = True
+    return wanted[state.dev_type]
 
 
 def _in_service(state: State) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

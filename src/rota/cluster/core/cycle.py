@@ -143,7 +143,7 @@ class _Pass:
             self.shared = self.sharing.has_pairs(self.state)
             self._separate(self.sharing.separate(self.state, self.now))
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
-        turns = TryOrder(self.state, self.profile, self.now, self.reservations, self._starts)
+        turns = TryOrder(self.state, self.profile, self.now, self.reservations, self._starts, self.until)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
         overtaken = list[tuple[NextJob, LineKey]]()
         fresh = {self.state.line_of(self.state.jobs[job]) for job in self.state.arrivals}

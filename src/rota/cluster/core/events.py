@@ -30,7 +30,7 @@ class JobHolds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResized:
-    """A job that holds devices has these now, at least those that it asked for and that are there."""
+    """A running job has these devices now, at least those that it asked for."""
 
     job: JobId
     held: Allocations
@@ -179,7 +179,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
             state.hold(txn, job, held, now=now, choice=choice)
-        case JobResized(job=job, held=held) if row is not None and row.held:
+        case JobResized(job=job, held=held) if row is not None and row.phase == "running":
             state.resize(txn, job, held)
         case JobMeasured(rate=rate) if row is not None and row.held:
             state.put(txn, replace(row, rate=rate))

@@ -45,21 +45,30 @@ class RememberedRefusal:
 class TryOrder:
     """The first job of every line of equal jobs, or of every queue, in the order of the policy; then who is behind it.
 
-    ``starts`` counts starts and claims so far: ranks stay as they are until there is one more.
+    ``starts`` counts starts and claims so far: ranks stay as they are until there is one more. With ``until`` none that
+    has a rank of its own and comes after that job.
     """
 
     def __init__(
-        self, state: State, profile: Profile, now: float, reservations: BackfillReservations, starts: Callable[[], int]
+        self,
+        state: State,
+        profile: Profile,
+        now: float,
+        reservations: BackfillReservations,
+        starts: Callable[[], int],
+        until: JobId | None = None,
     ) -> None:
         self._state, self._profile, self._now, self._starts = state, profile, now, starts
         self._reservations = reservations
         self._by_job, self._by_queue = profile.order.by_job, profile.block == "queue"
         tracks = state.waiting if self._by_queue else state.lines
         if self._by_job:
+            last = None if until is None else self._place(state.jobs[until])
             self._heap = [
-                NextJob(self._place(state.jobs[entry[-1]]), entry[-1], track, depth, 0)
+                NextJob(place, entry[-1], track, depth, 0)
                 for track, entries in tracks.items()
                 for depth, entry in enumerate(entries)
+                if (place := self._place(state.jobs[entry[-1]])) and (last is None or place <= last)
             ]
         else:
             self._heap = [self._at(track, 0) for track in tracks]

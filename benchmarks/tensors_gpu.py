@@ -2,8 +2,9 @@
 
 ``python benchmarks/tensors_gpu.py [--device cuda:0] [--mib 1024] [--publishes 1000] [--kills 8]`` prints one JSON
 document. ``first get`` is a reader's of a version that it has not seen; torch's is the rebuilding of a tensor that came
-through a pipe. ``--kills`` readers are killed while they hold the group. With ``--device fakecuda:0 --mib 32`` the same
-calls run on CPU, which proves the program, not a speed.
+through a pipe; both also of tensors of ``SIZES``, beside a copy on the device. ``load`` is a reader's copy of the group
+into weights of its own. ``--kills`` readers are killed while they hold the group. With ``--device fakecuda:0 --mib 32``
+the same calls run on CPU, which proves the program, not a speed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from run import Row, hand_in, skip
 MIB = 1 << 20
 TENSORS = 64
 FIRST_ROUNDS = 50
+SIZES = (4 << 10, 64 << 20, 1 << 30)
+"""Bytes of single tensors; those above ``--mib`` are left out."""
 LIMIT_S = 120.0
 
 
@@ -43,6 +46,12 @@ def median_s(action: Callable[[], object], rounds: int) -> float:
         action()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def done(device: str) -> None:
+    """Wait for the device."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def used_bytes(plane: Any) -> int:
@@ -60,8 +69,19 @@ def used_bytes(plane: Any) -> int:
 def reader(home: str, device: str, pipe: Connection) -> None:
     """A process that takes what it is asked for, keeps the last of it, and answers with the seconds."""
     kept: Any = None
+    own: dict[str, torch.Tensor] = {}
     with rota.tensors.connect(home=home, device=device) as plane:
-        takes: dict[str, Callable[[Any], object]] = {"get": plane.get, "group": plane.get_group, "torch": pickle.loads}
+
+        def load(name: str) -> object:
+            group = plane.get_group(name)
+            for key, tensor in group.items():
+                own.setdefault(key, torch.empty_like(tensor)).copy_(tensor)
+            done(device)
+            return group
+
+        takes: dict[str, Callable[[Any], object]] = {
+            "get": plane.get, "group": plane.get_group, "torch": pickle.loads, "load": load,
+        }  # fmt: skip
         pipe.send(0.0)
         while (asked := pipe.recv()) is not None:
             how, what = asked
@@ -94,21 +114,50 @@ class Reader:
 
 
 def first_gets(plane: Any, home: Path, device: str, source: torch.Tensor) -> dict[str, float]:
-    """Seconds of a reader for a version it has not seen and for a tensor of torch's, in turn; and the very first."""
+    """Seconds of a reader for a version it has not seen and for a tensor of torch's, in turn; the very first; those of
+    a put, of making and handing on torch's, and of a plain copy of as much."""
     one = Reader(home, device)
     one.answer()
     plane.put("new", source)
-    found: dict[str, list[float]] = {"get": [], "torch": []}
+    target = torch.empty_like(source)
+    found: dict[str, list[float]] = {"get": [], "torch": [], "put": [], "clone": [], "copy": []}
     opened = one.ask("get", "new")
     for _ in range(FIRST_ROUNDS):
-        plane.put("new", source)
+        found["copy"].append(median_s(lambda: (target.copy_(source), done(device)), 1))
+        found["put"].append(median_s(lambda: plane.put("new", source), 1))
         found["get"].append(one.ask("get", "new"))
+        began = time.perf_counter()
         shared = source.clone()
-        found["torch"].append(one.ask("torch", bytes(ForkingPickler.dumps(shared))))
+        done(device)
+        text = bytes(ForkingPickler.dumps(shared))
+        found["clone"].append(time.perf_counter() - began)
+        found["torch"].append(one.ask("torch", text))
     one.pipe.send(None)
     one.process.join(LIMIT_S)
     plane.delete("new")
     return {"opened": opened, **{name: statistics.median(values) for name, values in found.items()}}
+
+
+def of_sizes(plane: Any, home: Path, device: str, where: str, mib: int) -> dict[str, dict[str, float]]:
+    """``first_gets`` of tensors of ``SIZES``, in microseconds."""
+    found: dict[str, dict[str, float]] = {}
+    for size in (size for size in SIZES if size <= mib * MIB):
+        source = torch.rand(size // 4, device=where)
+        found[str(size)] = {
+            f"{name}_us": round(value * 1e6, 1) for name, value in first_gets(plane, home, device, source).items()
+        }
+    return found
+
+
+def loads(plane: Any, home: Path, device: str) -> float:
+    """Median seconds of a reader that copies the group into weights of its own."""
+    one = Reader(home, device)
+    one.answer()
+    one.ask("load", "group")
+    taken = [one.ask("load", "group") for _ in range(9)]
+    one.pipe.send(None)
+    one.process.join(LIMIT_S)
+    return statistics.median(taken)
 
 
 def kill_readers(home: Path, device: str, kills: int) -> None:
@@ -129,10 +178,6 @@ def bench(plane: Any, home: Path, asked: argparse.Namespace) -> dict[str, Any]:
     real = device.startswith("cuda")
     where = device if real else "cpu"
 
-    def done() -> None:
-        if real:
-            torch.cuda.synchronize()
-
     each = mib * MIB // TENSORS // 4
     source = {str(index): torch.full((each,), float(index), device=where) for index in range(TENSORS)}
     target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
@@ -141,11 +186,11 @@ def bench(plane: Any, home: Path, asked: argparse.Namespace) -> dict[str, Any]:
     def copy() -> None:
         for name, tensor in source.items():
             target[name].copy_(tensor)
-        done()
+        done(device)
 
     def publish() -> None:
         plane.publish_group("group", source)
-        done()
+        done(device)
 
     def cold() -> None:
         plane.release("small")
@@ -165,17 +210,20 @@ def bench(plane: Any, home: Path, asked: argparse.Namespace) -> dict[str, Any]:
     sound = bool((plane.get("w") == (publishes - 1) % TENSORS).all())
     del held
     first = first_gets(plane, home, device, source["1"])
+    load_s = loads(plane, home, device)
+    sizes = of_sizes(plane, home, device, where, mib)
     kill_readers(home, device, asked.kills)
     for name in ("w", "group", "small"):
         plane.delete(name)
     left = used_bytes(plane)
     ratio = statistics.median(shared) / statistics.median(plain)
     return {
-        "device": device, "mib": mib, "copy_ms": round(statistics.median(plain) * 1e3, 3),
+        "device": torch.cuda.get_device_name() if real else device, "torch": torch.__version__, "mib": mib,
+        "copy_ms": round(statistics.median(plain) * 1e3, 3),
         "publish_group_ms": round(statistics.median(shared) * 1e3, 3), "get_again_us": round(again * 1e6, 3),
         "get_cold_us": round(cold_s * 1e6, 1), "first_get_us": round(first["get"] * 1e6, 1),
         "first_get_of_torch_us": round(first["torch"] * 1e6, 1), "opened_us": round(first["opened"] * 1e6, 1),
-        "kills": asked.kills,
+        "load_ms": round(load_s * 1e3, 3), "sizes": sizes, "kills": asked.kills,
         "checks": {
             "group <= 1.2x device copy": {"value": round(ratio, 3), "met": ratio <= 1.2},
             "get again <= 1 us": {"value": round(again * 1e6, 3), "met": again <= 1e-6},

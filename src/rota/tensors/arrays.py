@@ -139,9 +139,15 @@ def _as_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Bytes
 
 def _torch_source(value: Tensor, *, device: bool = False) -> TensorSource:
     torch = load_torch()
-    dtype = str(value.dtype).removeprefix("torch.")
-    layout = str(value.layout).removeprefix("torch.")
-    if layout != "strided" or dtype not in ITEM_BYTES or value.is_quantized or value.is_meta or value.is_nested:
+    dtype = _torch_name(value.dtype)
+    if (
+        value.layout is not torch.strided
+        or dtype not in ITEM_BYTES
+        or value.is_quantized
+        or value.is_meta
+        or value.is_nested
+    ):
+        layout = str(value.layout).removeprefix("torch.")
         raise errors.UnsupportedTensor(f"a {layout} tensor of {dtype} cannot be shared", dtype=dtype, layout=layout)
     plain = value.detach()
     if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard
@@ -158,7 +164,16 @@ def view_in(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     dtype = _torch_dtype(layout.dtype)
     if layout.bytes == 0:
         return load_torch().empty(layout.shape, dtype=dtype, device=flat.device)
-    return flat[layout.offset : layout.offset + layout.bytes].view(dtype).view(layout.shape)
+    part = flat[layout.offset : layout.offset + layout.bytes]
+    if dtype is not flat.dtype:
+        part = part.view(dtype)
+    return part if part.shape == layout.shape else part.view(layout.shape)
+
+
+@cache
+def _torch_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, which torch puts together anew at each look."""
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -326,8 +326,8 @@ class TensorWriter:
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
             self.copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
         elif pending.place is not None:
-            for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
-                target.view(-1).view(source.dtype).copy_(source)
+            for target, source in zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True):
+                target.copy_(source)
         elif self._is_mapped(pending):
             memory = self._space.segments.open(pending.reserved.seg).array[pending.reserved.offset :]
             places = [memory[each.offset : each.offset + each.bytes] for each in pending.draft.tensors]
@@ -441,12 +441,13 @@ class TensorWriter:
                 space.retry(lambda: space.registry.reap([version]))
 
     def view_on_device(self, pending: Pending, lease: object, as_: str = "torch") -> dict[str, Tensor]:
-        """The tensors of a version on a device, as its writer sees them; ``bytes``: as plain numpy bytes."""
+        """The tensors of a version on a device, as its writer sees them; ``bytes``: as plain bytes."""
         devices, place, layouts = self._space.devices, pending.place, pending.draft.tensors
         assert devices is not None
         assert place is not None
         if as_ == "bytes":
-            layouts, as_ = [replace(each, dtype="uint8", shape=(each.bytes,)) for each in layouts], "numpy"
+            layouts = [replace(each, dtype="uint8", shape=(each.bytes,)) for each in layouts]
+            as_ = "numpy" if devices.driver.host else "torch"
         version = pending.reserved.version
         return devices.view(pending.name, version, pending.draft.device, place, layouts, lease, as_=as_)
 

@@ -178,6 +178,7 @@ class Devices:
         self._leaving: list[tuple[tuple[int, int, int], str, list[DriverObject]]] = []
         self._lock = threading.RLock()
         self._sockets: dict[str, BufferedRWPair] = {}
+        self._children: list[process.Child] = []
 
     def use(self, device: str) -> None:
         """Let puts go to another device of the same driver from now on. Raises WrongDevice, BadInput."""
@@ -270,9 +271,11 @@ class Devices:
         return done
 
     def close_unused(self, unused_s: float = _UNUSED_S) -> int:
-        """Close slabs without a version of this process for ``unused_s``; returns how many."""
+        """Close slabs without a version of this process for ``unused_s``; returns how many. Keepers that this process
+        started and that have ended are waited for, so that none stays a zombie."""
         closed = 0
         with self._lock, _open_lock:
+            self._children = [child for child in self._children if child.poll() is None]
             for slab in [name for name, one in _open.items() if not one.uses and one.folder == self.folder]:
                 if self._clock.monotonic_s() - _open[slab].used_s >= unused_s:
                     with contextlib.suppress(errors.ProtocolBreach):
@@ -285,7 +288,8 @@ class Devices:
         """One question to a device's keeper, started if need be; empty when there is none and none is to start."""
         with self._lock:
             for attempt in range(_ASK_TRIES):
-                blocking_sleep(_DIAL_S * attempt)  # a keeper that is just dying still accepts
+                if attempt:
+                    blocking_sleep(_DIAL_S * attempt)  # a keeper that is just dying still accepts
                 try:
                     stream = self._sockets.get(uuid) or self._connect(uuid, start=start)
                     if stream is None:
@@ -369,7 +373,7 @@ class Devices:
         unset = dict.fromkeys(("ROTA_TENSORS_DIE_AT", "ROTA_ENGINE", environ.JOB, environ.INSTANCE, environ.EPOCH))
         env = {**unset, environ.REDIS_URL: self._url or None}
         what = process.Spawn(command=(sys.executable, "-m", "rota.tensors.keeper", *words), env=env, log=self.log(uuid))
-        process.spawn(what, name="keeper")
+        self._children.append(process.spawn(what, name="keeper"))
 
     def _dial(self, uuid: str) -> BufferedRWPair | None:
         try:

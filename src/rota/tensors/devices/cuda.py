@@ -54,6 +54,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._uuids: list[str] = []
         self._devices: dict[int, int] = {}
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
@@ -73,9 +74,11 @@ class Cuda:
         """``GPU-...`` of each device, in the order of CUDA_VISIBLE_DEVICES."""
         if os.getpid() != self._pid:
             raise errors.ProtocolBreach("CUDA does not survive a fork: start the process anew (spawn)", rule="fork")
-        count = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        return [self._uuid(ordinal) for ordinal in range(count.value)]
+        if not self._uuids:  # they stay the same as long as a process lives
+            count = ctypes.c_int()
+            self._call("cuDeviceGetCount", ctypes.byref(count))
+            self._uuids = [self._uuid(ordinal) for ordinal in range(count.value)]
+        return self._uuids
 
     def allocate(self, device: int, size: int) -> int:
         """A slab. Raises OutOfMemory."""

@@ -10,7 +10,7 @@ import torch
 
 from rota.train.apply import Parallel, parallelize
 from rota.train.checkpoint import Checkpoints
-from rota.train.loop import world
+from rota.train.loop import fit, world
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan
 from tests.train import equal
 
@@ -44,6 +44,19 @@ def test_a_plan_on_one_gpu_trains_like_the_cpu(name: str) -> None:
         got = losses(begin(plan))
     expected = equal.reference(equal.SHAPE)
     assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) <= tolerance
+
+
+def test_a_loop_whose_model_and_data_are_made_on_the_cpu_trains_on_the_gpu() -> None:
+    got: list[float] = []
+    given = list(equal.batches(equal.STEPS))
+    torch.cuda.reset_peak_memory_stats()
+    fit(
+        equal.fresh_model, lambda step, _: given[step], optimizer=equal.ADAMW, steps=equal.STEPS, batch=equal.BATCH,
+        plan=ONE, clip_norm=1.0, on_step=lambda _, result: got.append(result.loss),
+    )  # fmt: skip
+    assert torch.cuda.max_memory_allocated() > 0
+    expected = equal.reference(equal.SHAPE)
+    assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) <= 1e-4
 
 
 def test_a_checkpoint_moves_from_the_gpu_to_the_cpu(tmp_path: Path) -> None:

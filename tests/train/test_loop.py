@@ -22,7 +22,7 @@ from rota.spec.errors import BadInput
 from rota.train import checkpoint
 from rota.train.apply import StepResult, parallelize
 from rota.train.checkpoint import MANIFEST, Checkpoints, candidates
-from rota.train.loop import Agreement, fit, world
+from rota.train.loop import Agreement, fit, own_device, world
 from rota.train.models.gpt import Gpt
 from rota.train.plan.model import Sync, data_parallel
 from tests.train.fit_script import BATCH, SHAPE, data
@@ -56,6 +56,28 @@ def test_a_folder_may_be_named_by_a_text_and_must_be_empty_when_nothing_may_be_r
     assert train(checkpoint=str(tmp_path), resume="auto", steps=3) == 3
     with pytest.raises(BadInput, match=r"step-00000003\.1 is there, resume is never"):
         train(checkpoint=tmp_path, resume="never")
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "rank", "device"),
+    [
+        (2, "cpu:gloo,cuda:nccl", "1", "cuda:1"),
+        (2, "gloo", "1", "cpu"),
+        (0, "gloo", "0", "cpu"),
+        (1, "nccl", "3", "cuda:0"),
+    ],
+)
+def test_a_rank_trains_on_its_gpu_where_its_group_speaks_nccl(
+    monkeypatch: pytest.MonkeyPatch, devices: int, backend: str, rank: str, device: str
+) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert own_device() == torch.device(device)
+    assert current == ([torch.device(device).index] if device != "cpu" else [])
 
 
 def test_a_mapping_with_labels_trains_like_a_pair(alone: None) -> None:

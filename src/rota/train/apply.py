@@ -382,7 +382,8 @@ class Parallel:
             self._loss_sum += self._scaled_loss(output, y)
 
     def _of_rank(self, inputs: Inputs, targets: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
-        """The columns of a share that this rank holds; refuses what the plan cannot split."""
+        """The columns of a share that this rank holds, on its device; refuses what the plan cannot split."""
+        inputs, targets = each(inputs, lambda tensor: tensor.to(self.device)), targets.to(self.device)
         check_rows(inputs, targets, self.local_batch, self.plan.global_batch)
         tp, mesh = self.plan.mesh.tp, self.plan.mesh
         whole = isinstance(self._parts, FoundParts) and mesh.cp == 1  # every stage gets the batch

@@ -22,7 +22,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.node import group_backend
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm
-from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
+from rota.train.apply import Parallel, StepResult, cross_entropy_sum, home_of, parallelize
 from rota.train.batch import Inputs
 from rota.train.checkpoint import Checkpoints, MemoryCheckpoints, candidates, own_group
 from rota.train.local_hardware import plan_for_world
@@ -70,7 +70,8 @@ def fit(
     Plan ``auto`` is the one of the job (``plan`` in its file), else the planner finds one for the ranks there are. With
     ``checkpoint`` it continues from the newest good one, under whatever plan it was written (``resume`` never: a folder
     that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor store of this machine:
-    state copied there survives the processes and is preferred when it is as new and of the same plan.
+    state copied there survives the processes and is preferred when it is as new and of the same plan. A model that
+    ``build`` makes on the CPU is trained on this rank's GPU, where there is one and the process group speaks NCCL.
     ``rate(step)`` gives the learning rate, ``per_parameter`` what differs by name, as in ``parallelize``.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
@@ -81,19 +82,32 @@ def fit(
         raise BadInput(f"checkpoint: {kept[0]} is there, resume is never", hint="give an empty folder, or resume auto")
     with world(given), ExitStack() as ends:
         torch.manual_seed(seed)
-        model = build()
+        model, device = build(), own_device()
+        if home_of(model).type == "cpu" and device.type != "cpu":
+            model = model if any(one.is_meta for one in model.parameters()) else model.to(device)
+        else:
+            device = home_of(model)
         plan = given or plan_of_job() or plan_for_world(model, batch)
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
         trained = parallelize(
             model, plan, optimizer=optimizer, per_parameter=per_parameter, loss=loss, parts=parts, clip_norm=clip_norm,
-            offload_folder=folder,
+            device=device, offload_folder=folder,
         )  # fmt: skip
         ends.enter_context(closing(trained))
         saves = ends.enter_context(Checkpoints(folder, keep=keep)) if folder else None
         copies = in_memory(memory, trained) if memory else None
         first = restore(saves, copies, trained)
         return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
+
+
+def own_device() -> torch.device:
+    """The GPU of this rank, made the current one, where the default process group speaks NCCL; else the CPU."""
+    if not torch.cuda.is_available() or "nccl" not in dist.get_backend():
+        return torch.device("cpu")
+    index = int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def plan_of_job() -> ParallelPlan | None:

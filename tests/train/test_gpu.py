@@ -10,6 +10,7 @@ import torch
 
 from rota.train.apply import Parallel, parallelize
 from rota.train.checkpoint import Checkpoints
+from rota.train.local_hardware import measure
 from rota.train.loop import fit, world
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan
 from tests.train import equal
@@ -57,6 +58,16 @@ def test_a_loop_whose_model_and_data_are_made_on_the_cpu_trains_on_the_gpu() -> 
     assert torch.cuda.max_memory_allocated() > 0
     expected = equal.reference(equal.SHAPE)
     assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) <= 1e-4
+
+
+def test_a_gpu_is_measured_with_its_host() -> None:
+    found, figures = measure()
+    device, rates = found.device, found.device.peak_tflops
+    assert torch.cuda.get_device_name() in found.provenance
+    assert rates["bf16"] > rates["fp32"] > 1.0
+    assert 0.0 < device.launch_us < device.dispatch_us
+    assert found.host.memory_gib > 0 and found.host.gb_s > 0
+    assert all(one.low <= one.value <= one.high for one in figures)
 
 
 def test_a_checkpoint_moves_from_the_gpu_to_the_cpu(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.node import local_node
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible
-from rota.train.plan.hardware import DeviceSpec, Hardware, LevelSpec, cpu_ranks
+from rota.train.plan.hardware import DeviceSpec, Hardware, HostSpec, LevelSpec, cpu_ranks
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import Dtype, ModelShape, ParallelPlan
 from rota.train.plan.search import search
@@ -121,7 +121,9 @@ def check_memory(plan: ParallelPlan, shape: ModelShape, hardware: Hardware) -> N
 SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 FORMATS = {"cpu": ("fp32",), "cuda": ("bf16", "fp16", "fp32")}
 """Number formats that are measured; the share of the peak by size is that of the first."""
-COPY_BYTES = 64 << 20
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+IN_A_ROW = {"cpu": 1, "cuda": 10}
+"""Products between two looks at the clock: a device is waited for once, as in training."""
 SENT_BYTES = (4 << 10, 4 << 20, 16 << 20)
 REPEATS = 7
 
@@ -148,7 +150,7 @@ def measure(ranks: int = 1) -> tuple[Hardware, tuple[Measured, ...]]:
         for name in FORMATS[device.type]
     }
     memory, launch = _copy(device), _launch(device)
-    base = this_machine()
+    base, host = this_machine(), list[Measured]()
     peaks = {name: max(one.value for _, one in rows) for name, rows in products.items()}
     first = FORMATS[device.type][0]
     curve = tuple((flops, one.value / peaks[first]) for flops, one in products[first])
@@ -160,15 +162,21 @@ def measure(ranks: int = 1) -> tuple[Hardware, tuple[Measured, ...]]:
         memory_efficiency=1.0,
         launch_us=launch.value,
     )
-    found = [*(one for rows in products.values() for _, one in rows), memory, launch]
+    if device.type == "cuda":
+        host = [_dispatch(device), _to_host(device)]
+        spec = replace(spec, dispatch_us=host[0].value)
+        behind = HostSpec(memory_gib=local_node().memory_bytes / GIB / torch.cuda.device_count(), gb_s=host[1].value)
+        base = replace(base, host=behind)
+    found = [*(one for rows in products.values() for _, one in rows), memory, launch, *host]
     level = base.levels[0]
     if ranks > 1:
         link = _link(ranks)
         found += link
         level = replace(level, size=ranks, gb_s=link[0].value, latency_us=link[1].value)
     guess = "" if ranks > 1 else "; the link is a guess"
-    text = f"measured on {device.type} in {', '.join(products)}, medians of {REPEATS}{guess}"
-    return Hardware(name="measured", provenance=text, device=spec, levels=(level,)), tuple(found)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    text = f"measured on {name} in {', '.join(products)} with torch {torch.__version__}, medians of {REPEATS}{guess}"
+    return replace(base, name="measured", provenance=text, device=spec, levels=(level,)), tuple(found)
 
 
 def _measured(name: str, values: list[float]) -> Measured:
@@ -191,22 +199,51 @@ def _times_s(device: torch.device, run: Callable[[], object]) -> list[float]:
 def _product(device: torch.device, side: int, number: str) -> Measured:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[number]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    taken = _times_s(device, lambda: left @ right)
-    return _measured(f"{number} product of {side} (TFLOP/s)", [2e-12 * side**3 / one for one in taken])
+    many = IN_A_ROW[device.type]
+    taken = _times_s(device, lambda: [left @ right for _ in range(many)])
+    return _measured(f"{number} product of {side} (TFLOP/s)", [2e-12 * many * side**3 / one for one in taken])
 
 
 def _copy(device: torch.device) -> Measured:
-    source = torch.ones(COPY_BYTES // 4, device=device)
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     taken = _times_s(device, lambda: target.copy_(source))
-    return _measured("memory, read and written (GB/s)", [2e-9 * COPY_BYTES / one for one in taken])
+    return _measured("memory, read and written (GB/s)", [2e-9 * size / one for one in taken])
+
+
+def _to_host(device: torch.device) -> Measured:
+    """A copy to memory of the host as an offloaded optimizer makes it, which is not pinned."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    target = torch.empty(source.shape)
+    taken = _times_s(device, lambda: target.copy_(source))
+    return _measured("to the host (GB/s)", [1e-9 * source.nbytes / one for one in taken])
+
+
+LAUNCHES = 200
 
 
 def _launch(device: torch.device) -> Measured:
+    """The fixed cost of a kernel on the device; on a GPU in a graph, where no host is waited for."""
+    if device.type != "cuda":
+        return _measured("launch (us)", _operators_us(device))
+    small, graph = torch.ones(8, device=device), torch.cuda.CUDAGraph()
+    small.add_(1.0)
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            small.add_(1.0)
+    return _measured("launch (us)", [1e6 * one / LAUNCHES for one in _times_s(device, graph.replay)])
+
+
+def _dispatch(device: torch.device) -> Measured:
+    """What the host spends on an operator that is too small to keep the device busy."""
+    return _measured("dispatch (us)", _operators_us(device))
+
+
+def _operators_us(device: torch.device) -> list[float]:
     small = torch.ones(8, device=device)
-    many = 200
-    taken = _times_s(device, lambda: [small.add_(1.0) for _ in range(many)])
-    return _measured("launch (us)", [1e6 * one / many for one in taken])
+    taken = _times_s(device, lambda: [small.add_(1.0) for _ in range(LAUNCHES)])
+    return [1e6 * one / LAUNCHES for one in taken]
 
 
 def _link(ranks: int) -> list[Measured]:

@@ -19,6 +19,7 @@ from rota.train.plan.model import (
     Layer,
     Mesh,
     ModelShape,
+    Number,
     ParallelPlan,
     Schedule,
     Stage,
@@ -30,8 +31,8 @@ from rota.train.plan.model import (
 GIB = 2**30
 NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ADAM_MOMENTS = 2
-LOGIT_BYTES = 4
-"""The loss is computed in fp32."""
+LOSS_BYTES = 4 + 4 + 4
+"""Of one logit in fp32 when the backward pass of the loss begins: itself, the logarithm of its share, its gradient."""
 UNSHARDED_LAYERS = 2
 """Layers that ZeRO stage 3 holds whole at once: the one in use and the one being gathered."""
 
@@ -56,22 +57,28 @@ def state_bytes(dtype: Dtype) -> StateBytes:
     return StateBytes(param=master, grad=master, optimizer=ADAM_MOMENTS * master)
 
 
-def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int) -> float:
+def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int, number: Number = "bf16") -> float:
     """Activation bytes that one layer keeps for its backward pass, for one micro-batch on one tensor rank.
 
     Korthikanti et al. (2022), Table 2: ``s b h (10 + 24/t + 5 a s/(h t))``, with ``sp`` ``s b h (34/t + 5 a s/(h t))``.
     Selective recompute and flash attention keep no ``5 a s/(h t)``; full recompute keeps the 16-bit input, ``2 s b h``,
-    over ``t`` with ``sp``. A measured ``kept_mib`` for one sequence takes the place of these.
+    over ``t`` with ``sp``. All are twice that where ``number`` is fp32. A measured ``kept_mib`` for one sequence takes
+    the place of these.
     """
-    s, b, h, t = model.seq, micro_batch, model.hidden, layer.tp
+    s, b, h, t = model.seq, micro_batch * NUMBER_BYTES[number] / 2, model.hidden, layer.tp
     if layer.recompute == "full":
         return 2.0 * s * b * h / (t if layer.sp else 1)
     if model.kept_mib:
-        return model.kept_mib * 2**20 * b / t
+        return model.kept_mib * 2**20 * micro_batch / t
     keeps_scores = model.attention == "plain" and layer.recompute == "none"
     scores = 5.0 * model.heads * s / (h * t) if keeps_scores else 0.0
     fixed, split = (0.0, 34.0 / t) if layer.sp else (10.0, 24.0 / t)
     return s * b * h * (fixed + split + scores)
+
+
+def logit_bytes(dtype: Dtype) -> int:
+    """Bytes that one logit takes at most: those of the loss, and beside them its own where it has another format."""
+    return LOSS_BYTES + (0 if dtype.param == "fp32" else NUMBER_BYTES[dtype.param])
 
 
 def layers_in_flight(schedule: Schedule, *, stage: int, p: int, m: int, v: int = 1) -> float:
@@ -159,10 +166,13 @@ def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequ
         grads=sum(params * costs.grad * _shares(layer, plan.mesh)[1] for params, layer in held),
         optimizer=sum(params * costs.optimizer * _shares(layer, plan.mesh)[2] for params, layer in held),
         activations=sum(
-            count * activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight / plan.mesh.cp
+            count
+            * activation_bytes_per_layer(model, layer, plan.micro_batch, plan.dtype.param)
+            * in_flight
+            / plan.mesh.cp
             for layer, count in Counter(layers).items()
         ),
-        logits=tokens * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
+        logits=tokens * model.vocab * logit_bytes(plan.dtype) / plan.head.tp if has_head else 0.0,
         buffers=_copies(plan, model, held),
     )
 

@@ -338,7 +338,7 @@ class CostTable:
     def least_bytes(self, setting: Setting) -> float:
         """Bytes of the most layers that some rank holds whatever the cut, all repeated, one micro-batch alive."""
         kind = layer_of(setting, recompute="full")
-        kept = activation_bytes_per_layer(self._model, kind, setting.micro_batch) / setting.cp
+        kept = activation_bytes_per_layer(self._model, kind, setting.micro_batch, self._dtype.param) / setting.cp
         return -(-self._model.layers // setting.pp) * (self.layer_bytes(setting) + kept)
 
 
@@ -356,7 +356,10 @@ class MemoryBudget:
         first, middle, last = (question.budget_bytes - size for size in table.ends_bytes(setting))
         self._left = [first, *[middle] * (pp - 2), last][:pp]
         state = table.layer_bytes(setting)
-        kept = [activation_bytes_per_layer(model, kind, setting.micro_batch) / setting.cp for kind in kinds]
+        kept = [
+            activation_bytes_per_layer(model, kind, setting.micro_batch, question.dtype.param) / setting.cp
+            for kind in kinds
+        ]
         micro = setting.micro_batches if pp > 1 else 1
         flying = [
             layers_in_flight(setting.schedule, stage=rank, p=pp, m=micro, v=setting.interleave) for rank in range(pp)

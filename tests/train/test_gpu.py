@@ -18,13 +18,15 @@ from tests.train import equal
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 ONE = replace(equal.plan(Mesh()), micro_batch=equal.BATCH // 2)
-SHARDED = replace(ONE, layers=(Layer(count=4, zero=3),), embed=Layer(zero=3), head=Layer(zero=3))
+SHARDED = replace(
+    ONE, dtype=Dtype(param="bf16"), layers=(Layer(count=4, zero=3),), embed=Layer(zero=3), head=Layer(zero=3)
+)
 PLANS: dict[str, tuple[ParallelPlan, float]] = {
     "plain": (ONE, 1e-4),
     "full recompute": (replace(ONE, layers=(Layer(count=4, recompute="full"),)), 1e-4),
     "selective recompute": (replace(ONE, layers=(Layer(count=4, recompute="selective"),)), 1e-4),
     "autocast bf16": (replace(ONE, dtype=Dtype(param="bf16")), 2e-2),
-    "sharded bf16": (replace(SHARDED, dtype=Dtype(param="bf16")), 2e-2),
+    "sharded bf16": (SHARDED, 2e-2),
     "optimizer on the host": (replace(ONE, layers=(Layer(count=4, offload="optimizer_cpu"),)), 1e-4),
 }
 
@@ -58,6 +60,11 @@ def test_a_loop_whose_model_and_data_are_made_on_the_cpu_trains_on_the_gpu() -> 
     assert torch.cuda.max_memory_allocated() > 0
     expected = equal.reference(equal.SHAPE)
     assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) <= 1e-4
+
+
+def test_shards_on_one_mesh_are_stepped_by_operators_on_lists() -> None:
+    with world():
+        assert [group["foreach"] for group in begin(SHARDED).optimizer.param_groups] == [True]
 
 
 def test_a_gpu_is_measured_with_its_host() -> None:

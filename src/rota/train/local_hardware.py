@@ -24,6 +24,8 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.node import local_node
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible
+from rota.train.models.gpt import Block
+from rota.train.plan.cost import OPERATORS
 from rota.train.plan.hardware import DeviceSpec, Hardware, HostSpec, LevelSpec, cpu_ranks
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import Dtype, ModelShape, ParallelPlan
@@ -220,30 +222,41 @@ def _to_host(device: torch.device) -> Measured:
     return _measured("to the host (GB/s)", [1e-9 * source.nbytes / one for one in taken])
 
 
-LAUNCHES = 200
+LAUNCHES, LAYERS = 200, 20
+"""Kernels, and layers, between two looks at the clock."""
 
 
 def _launch(device: torch.device) -> Measured:
     """The fixed cost of a kernel on the device; on a GPU in a graph, where no host is waited for."""
-    if device.type != "cuda":
-        return _measured("launch (us)", _operators_us(device))
-    small, graph = torch.ones(8, device=device), torch.cuda.CUDAGraph()
-    small.add_(1.0)
-    with torch.cuda.graph(graph):
+    small = torch.ones(8, device=device)
+
+    def run() -> None:
         for _ in range(LAUNCHES):
             small.add_(1.0)
-    return _measured("launch (us)", [1e6 * one / LAUNCHES for one in _times_s(device, graph.replay)])
+
+    replay: Callable[[], object] = run
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        run()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    return _measured("launch (us)", [1e6 * one / LAUNCHES for one in _times_s(device, replay)])
 
 
 def _dispatch(device: torch.device) -> Measured:
-    """What the host spends on an operator that is too small to keep the device busy."""
-    return _measured("dispatch (us)", _operators_us(device))
+    """What the host spends on each of the ``OPERATORS`` of a layer that is too small to keep the device busy: both
+    passes in mixed precision are three times the forward one."""
+    layer = Block(ModelShape(layers=1, hidden=64, heads=1, seq=16, vocab=2)).to(device)
+    inputs = torch.randn(1, 16, 64, device=device)
 
+    def run() -> None:
+        for _ in range(LAYERS):
+            with torch.autocast(device.type, torch.bfloat16):
+                output = layer(inputs)
+            output.sum().backward()
 
-def _operators_us(device: torch.device) -> list[float]:
-    small = torch.ones(8, device=device)
-    taken = _times_s(device, lambda: [small.add_(1.0) for _ in range(LAUNCHES)])
-    return [1e6 * one / LAUNCHES for one in taken]
+    return _measured("dispatch (us)", [1e6 * one / (3 * OPERATORS * LAYERS) for one in _times_s(device, run)])
 
 
 def _link(ranks: int) -> list[Measured]:

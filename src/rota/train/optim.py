@@ -60,8 +60,9 @@ def optimizer_for(
         made.append(ZeroOneOptimizer(place, parameters, group) if shared and group.size() > 1 else place(parameters))
     optimizer = made[0] if len(made) == 1 else ComposedOptimizer(made)
     for settings in optimizer.param_groups:
-        if any(isinstance(parameter, DTensor) for parameter in settings["params"]):
-            settings["foreach"] = False  # loops over lists refuse lists of sharded and plain tensors
+        meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in settings["params"]}
+        if meshes != {None}:  # operators on lists refuse lists of sharded and plain tensors
+            settings["foreach"] = len(meshes) == 1 and all(one.is_cuda for one in settings["params"])
     return optimizer
 
 

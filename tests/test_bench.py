@@ -229,6 +229,26 @@ def test_on_a_pretended_device_the_script_of_devices_shares_reads_kills_readers_
     assert [row["named"] for row in rows] == ["device copy", "torch", "limit", "limit"]
 
 
+@pytest.mark.slow
+def test_the_script_of_training_on_a_gpu_runs_on_the_cpu_with_every_kind_and_its_predictions(tmp_path: Path) -> None:
+    sizes = ["--layers", "2", "--hidden", "64", "--seq", "16", "--vocab", "32", "--micro-batch", "1", "--rounds", "1"]
+    words = ["--device", "cpu", *sizes, "--hardware", "h200-141g", "cpu-local"]
+    environment = os.environ | {"ROTA_BENCH_RESULT": str(tmp_path / "result.json"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "training_gpu.py"), *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = json.loads(done.stdout)["kinds"]
+    assert len(kinds) == 7
+    assert all(one["step_ms"] > 0 and one["predicted_gib"] > 0 for one in kinds)
+    assert kinds[0]["torch"]["loss"] == pytest.approx(kinds[0]["loss"], abs=1e-4)
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["named"] for row in rows].count(
+        "h200-141g"
+    ) == 7  # a description without a host says nothing of offload
+    assert [row["named"] for row in rows].count("cpu-local") == 5
+
+
 def test_what_a_job_leaves_behind_is_waited_for_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that fails is a finding: nothing may be overlooked because it could not be listed."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

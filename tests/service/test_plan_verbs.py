@@ -184,7 +184,7 @@ def test_a_missing_file_an_unknown_table_and_unknown_hardware_are_exit_2(
     assert call([*search_words(model), "--hardware", "abacus"]) == 2
 
 
-@pytest.mark.parametrize("name", ["a100-80g-dgx", "h100-96g", "cpu-local"])
+@pytest.mark.parametrize("name", ["a100-80g-dgx", "h100-96g", "h200-141g", "cpu-local"])
 def test_each_shipped_hardware_is_searched(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call([*search_words(model, gpus=2), "--hardware", name]) == 0
     found = json.loads(capsys.readouterr().out)

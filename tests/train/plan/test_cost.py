@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.proof.reference_results import even_plan, gpt
@@ -13,11 +14,12 @@ from tests.proof.validation import validate
 from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import gemm_s, state_placement, state_time, step_time, transfers_s
-from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, hardware_from_json
+from rota.train.plan.hardware import A100_80G_DGX, H200_141G, LevelSpec, hardware_from_json
 from rota.train.plan.memory import held_params, memory
-from rota.train.plan.model import Layer, Mesh, ModelShape
+from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, data_parallel
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_time_tables.json").read_text())["tables"]
+ON_A_GPU = ModelShape(layers=24, hidden=1024, heads=16, seq=1024, vocab=50304, tied=False, positions=True)
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000)
 
 
@@ -41,6 +43,26 @@ def test_published_times_are_met(table: str, rows: int, mean_pct: float, max_pct
     assert len(report["rows"]) == rows
     assert report["mean_pct"] < mean_pct
     assert report["max_pct"] < max_pct
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "layer", "seen_ms", "within"),
+    [
+        (1024, "fp32", Layer(), 844, 0.05),
+        (1024, "bf16", Layer(), 139, 0.10),
+        (1024, "bf16", Layer(offload="optimizer_cpu"), 1218, 0.12),
+        (2048, "bf16", Layer(), 343, 0.20),
+        (2048, "bf16", Layer(recompute="full"), 415, 0.15),
+    ],
+)
+def test_steps_of_a_gpu_are_met_by_its_description(
+    width: int, dtype: Literal["bf16", "fp32"], layer: Layer, seen_ms: float, within: float
+) -> None:
+    """One H200, torch 2.11: medians of ``benchmarks/training_gpu.py``; two micro-batches of 8192 tokens."""
+    model = replace(ON_A_GPU, hidden=width, heads=width // 64, seq=width)
+    plain = data_parallel(layers=24, dp=1, micro_batch=8192 // width, micro_batches=2)
+    plan = replace(plain, dtype=Dtype(param=dtype), layers=(replace(layer, count=24),), embed=layer, head=layer)
+    assert step_time(plan, model, H200_141G).total_s * 1e3 == pytest.approx(seen_ms, rel=within)
 
 
 def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:

@@ -212,6 +212,27 @@ H100_96G = replace(
     ),
 )
 
+H200_141G = replace(
+    H100_96G,
+    name="h200-141g",
+    provenance=(
+        "measured on one H200 with torch 2.11 (driver 580.159): memory and the share of its bandwidth by a copy of "
+        "1 GiB, shares of peak by bf16 products of 512 to 8192, launch by a graph, host by copies that are not pinned; "
+        "peak and bandwidth: vendor data sheet, dense; links: those of h100-96g, dispatch: that of a100-80g-dgx"
+    ),
+    device=DeviceSpec(
+        memory_gib=139.8,
+        reserve_gib=2,
+        memory_gb_s=4800,
+        memory_efficiency=0.86,
+        peak_tflops={"bf16": 989, "fp16": 989, "fp32": 67},
+        launch_us=1,
+        dispatch_us=28,
+        gemm_efficiency=((2.7e8, 0.017), (2.1e9, 0.14), (1.7e10, 0.66), (1.4e11, 0.78), (1.1e12, 0.69)),
+    ),
+    host=HostSpec(memory_gib=125, gb_s=12),
+)
+
 CPU_GB_S, CPU_LATENCY_US = 1.1, 100.0
 """Gloo between two processes of one machine: an all-reduce of 16 MiB takes about 15 ms."""
 CPU_TFLOPS, CPU_MEMORY_GB_S = 0.05, 5.0
@@ -239,7 +260,7 @@ CPU_LOCAL = replace(cpu_ranks(16, 2), name="cpu-local")
 CPU_TYPE = "cpu"
 """The name under which an installation keeps the description of nodes without devices."""
 
-DESCRIBED: dict[str, Hardware] = {"A100": A100_80G_DGX, "H100": H100_96G}
+DESCRIBED: dict[str, Hardware] = {"A100": A100_80G_DGX, "H100": H100_96G, "H200": H200_141G}
 """The description of each family of devices, by the word that names it in a type such as ``A100-SXM4-80GB``."""
 
 
@@ -256,7 +277,7 @@ def hardware_of_type(gpu_type: str, memory_bytes: int = 0) -> Hardware | None:
     return found.with_memory(min(*said, memory_bytes / 2**30 or math.inf, math.inf))
 
 
-SHIPPED: dict[str, Hardware] = {one.name: one for one in (A100_80G_DGX, H100_96G, CPU_LOCAL)}
+SHIPPED: dict[str, Hardware] = {one.name: one for one in (A100_80G_DGX, H100_96G, H200_141G, CPU_LOCAL)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

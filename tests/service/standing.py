@@ -35,7 +35,7 @@ from rota.service.process.assembly import assemble, node_changes, replay, take_n
 from rota.service.rest.app import make_app
 from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
-from rota.service.rest.routes import streams
+from rota.service.rest.routes import logs
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import (
     GangReserved,
@@ -50,7 +50,7 @@ from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.resources import Node
 from rota.spec.states import JobState
 
-streams.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
+logs.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
 T = TypeVar("T")
 LIMIT_S = 60.0
 HELLO = "name: hello\nroles:\n  main:\n    run: [echo, hi]\n    resources: {gpus: 2}\n"

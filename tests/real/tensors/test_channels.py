@@ -14,8 +14,8 @@ from tests.real.tensors.crew import Crew, clean, repeats, wait_until
 
 from rota.spec.errors import BadInput
 from rota.tensors import errors
+from rota.tensors.api.channels import Channel
 from rota.tensors.api.store import Plane
-from rota.tensors.api.streams import Channel
 
 WAITING = "os.read(os.pipe()[0], 1)"
 

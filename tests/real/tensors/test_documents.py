@@ -11,8 +11,8 @@ import pytest
 from tests.real.tensors.crew import Crew, wait_until
 
 from rota.tensors import errors
+from rota.tensors.api.channels import TensorEvent, WatchGap
 from rota.tensors.api.store import Plane
-from rota.tensors.api.streams import TensorEvent, WatchGap
 
 
 def test_ls_and_stat_show_shape_age_and_the_process_that_holds_an_old_version(plane: Plane, actors: Crew) -> None:

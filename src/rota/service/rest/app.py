@@ -22,7 +22,7 @@ from rota.service.jobfile.problems import DISK_REMEDIES, Problem
 from rota.service.models.base import PROBLEM, REFS, ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
 from rota.service.rest.deps import TERMINAL_PATH, AppState, asked_line, auth_request
-from rota.service.rest.routes import accounts, cluster, files, jobs, machines, page, streams, terminals
+from rota.service.rest.routes import accounts, cluster, files, jobs, logs, machines, page, terminals
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     JobFileError,
@@ -74,7 +74,7 @@ def application() -> FastAPI:
 
     Routes are taken as they are: those of an included router FastAPI makes a second time at the first request.
     """
-    jobs_parts = (jobs.router, files.router, streams.router, terminals.router)
+    jobs_parts = (jobs.router, files.router, logs.router, terminals.router)
     parts = (*jobs_parts, cluster.router, machines.router, accounts.router, cluster.sim)
     app = Application(
         routes=[route for router in (*parts, *page.routers) for route in router.routes],

@@ -19,7 +19,7 @@ from rota.runtime.random import RandomSource, SystemRandom
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import core, errors, inspect
-from rota.tensors.api.streams import Channel, TensorEvent, Watch
+from rota.tensors.api.channels import Channel, TensorEvent, Watch
 from rota.tensors.arrays import TensorSource, address_of, dtype_name, source_of, view_of
 from rota.tensors.core import Json, Tensor, check_count, check_only
 from rota.tensors.inspect import Location

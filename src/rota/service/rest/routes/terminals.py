@@ -18,7 +18,7 @@ from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.jobs import TerminalDocument, TerminalInputDocument
 from rota.service.rest.deps import TERMINAL_PATH, EnteredJob, JobAccess, Note, check_live, member_of
 from rota.service.rest.routes.jobs import EXEC_AUDITED_MAX, Argv
-from rota.service.rest.routes.streams import NUMBER_MAX, REFUSALS, STREAM, counted_stream, event_number, frame
+from rota.service.rest.routes.logs import NUMBER_MAX, REFUSALS, STREAM, counted_stream, event_number, frame
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, NotReachable, UnknownName
 from rota.spec.ids import InstanceId, RoleName
 

@@ -1,4 +1,4 @@
-"""Streams of a namespace: bounded channels of records with tensors, and events of names.
+"""Channels of a namespace: bounded streams of records with tensors, and events of names.
 
 The records of a channel lie in shared memory that its users lock in turn (``records.py``, ``ring.py``); neither put nor
 take asks the registry. A record is *taken* as long as its consumer lives: when that dies, it is the first again.

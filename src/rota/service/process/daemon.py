@@ -145,14 +145,6 @@ def login_url(home: Home) -> str:
     return str(ask(home, "POST", "/api/v1/login/code")["url"])
 
 
-def ensure_up(settings: Settings) -> bool:
-    """Make sure that the service answers; True when it had to be started. Raises what ``up`` raises."""
-    home = Home.of(settings.home)
-    if _found(home) is not None and _ready(home):
-        return False
-    return bool(up(settings)["started"])
-
-
 def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> DownDocument:
     """End the service with its gateway, engine and registry: the recorded processes, and no others.
 

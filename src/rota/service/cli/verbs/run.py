@@ -287,8 +287,8 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
         client.status()
     except NotReachable:
         client.close()
+        from rota.service.cli.verbs.service import started_here
         from rota.service.http import find_service
-        from rota.service.process.daemon import ensure_up
 
         settings = flags.settings()
         if not find_service(flags.server, flags.token).local:
@@ -296,7 +296,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 
         terminal.note("starting the service of this machine ...")
         with Ticker(live_line(terminal), elapsed("starting the service")):
-            ensure_up(settings)
+            started_here(settings)
         return flags.client()
     return client
 

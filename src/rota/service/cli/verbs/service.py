@@ -16,6 +16,7 @@ from rota.spec.resources import counted
 
 if TYPE_CHECKING:
     from rota.service.config import Settings
+    from rota.service.process.daemon import UpDocument
 
 DOWN = 3
 """Exit status of ``status`` when the service does not answer."""
@@ -60,13 +61,18 @@ def up(
         terminal.note(f"serving {settings.home}; Ctrl-C ends it")
         run(settings)
         return 0
-    from rota.service.process.daemon import up as start
-
-    document = start(settings)
+    document = started_here(settings)
     if not document["started"]:
         _refuse_other(flags, settings)
     terminal.show(document, lambda term: _status(term, document))
     return 0
+
+
+def started_here(settings: Settings) -> UpDocument:
+    """Start the service of this machine unless it runs. Raises as ``up`` of ``daemon``."""
+    from rota.service.process.daemon import up as start
+
+    return start(settings)
 
 
 def _refuse_other(flags: Flags, settings: Settings) -> None:

@@ -28,7 +28,8 @@ from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
-from rota.cluster.sim.forecast import Estimate, Forecast
+from rota.cluster.sim.calibration import Calibration
+from rota.cluster.sim.forecast import Estimate, Estimates, Forecast, Start
 from rota.cluster.sim.runs import SimInput, compared, document, load, simulate
 from rota.cluster.sim.simulate import Simulation
 from rota.cluster.sim.traces import Tenant, generate
@@ -169,26 +170,37 @@ def estimates(given: SimInput, profile_name: str, limits: Sequence[float], sampl
         jobs[i] = replace(job, ask=replace(job.ask, est_s=est_s))
     drawn = {jobs[i].ask.id for i in rng.sample(range(len(jobs) // 10, len(jobs)), min(8 * sampled, len(jobs) // 2))}
     found: dict[JobId, tuple[float, Estimate]] = {}
-    took: list[float] = []
+    wider: dict[JobId, Estimate] = {}
+    calibration, waiting, took = Calibration(), dict[JobId, Start](), list[float]()
 
     def look() -> None:
+        for job in [one for one in waiting if run.runs[one].first_start_s is not None]:
+            calibration.started(job, run.now)
+            del waiting[job]
         asked = [job for job in run.state.arrivals.keys() | known if job in drawn and job not in found]
         for job in sorted(asked)[: sampled - len(found)]:
             if (row := run.state.jobs.get(job)) is None or row.phase != "queued" or row.wait is None:
                 continue
             began = time.process_time()
             forecast = Forecast(run.state, run.profile, run.now, until=job, wall_max_s=60.0)
-            found[job] = (run.now, forecast.play(clock).of(job))
+            made = forecast.play(clock)
+            found[job], wider[job] = (run.now, made.of(job)), calibration.of(made, run.now).of(job)
             took.append(time.process_time() - began)
+            waiting[job] = made.starts[job]
+            calibration.tell(Estimates(starts=waiting, basis=""), run.now)
         known.clear()
         known.update(job for job in run.state.arrivals if job in drawn)
 
     known: set[JobId] = set()
     run = Simulation(State(given.nodes, given.queues), get_profile(profile_name), jobs, clock, between_passes=look)
     runs = run.run().runs
-    told = [(at, one, start) for job, (at, one) in found.items() if (start := runs[job].first_start_s) is not None]
-    answered = [(at, one.p10, one.p50, one.p90, start) for at, one, start in told if None not in (one.p10, one.p50)]
-    at, early, likely, late, start = np.array(answered, dtype=float).T
+    told = [(*found[job], wider[job], start) for job in found if (start := runs[job].first_start_s) is not None]
+    answered = [
+        (at, one.p10, one.p50, one.p90, wide.p10, wide.p90, start)
+        for at, one, wide, start in told
+        if None not in (one.p10, one.p50)
+    ]
+    at, early, likely, late, first, last, start = np.array(answered, dtype=float).T
     waits, errors = start - at, np.abs(likely - start)
     return {
         "jobs": len(told),
@@ -197,6 +209,8 @@ def estimates(given: SimInput, profile_name: str, limits: Sequence[float], sampl
         "mean_error_of_wait": round(float(errors.mean() / waits.mean()), 3),
         "median_error_of_own_wait": round(float(np.median(errors / np.maximum(waits, 1.0))), 3),
         "inside_p10_p90": round(float(((early - 1 <= start) & (start <= late + 1)).mean()), 3),
+        "calibrated_inside": round(float(((first - 1 <= start) & (start <= last + 1)).mean()), 3),
+        "width_of_wait": [round(float(one.mean() / waits.mean()), 2) for one in (late - early, last - first)],
         "before_p50": round(float((start <= likely).mean()), 3),
         "cpu_s_p50_p99": [round(float(one), 3) for one in np.percentile(took, (50, 99))],
     }

@@ -22,6 +22,8 @@ from rota.service.control import forecasts
 from rota.service.process import assembly, serve
 from rota.service.rest import app
 from rota.service.rest.deps import AppState
+from rota.spec.events import JobEnded
+from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 JOB = HELLO.replace("gpus: 2", "gpus: 4") + "time_limit: 1h\n"
@@ -77,6 +79,23 @@ def test_a_second_question_plays_nothing_and_a_change_is_seen(tmp_path: Path, mo
         await service.submit(JOB)
         await service.until("hello-5", JobState.QUEUED)
         assert await starts_at(service, "hello-5") > third, "who came after the last play is in the next"
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_what_became_of_earlier_estimates_is_in_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
+
+    async def test(service: Standing) -> None:
+        for _ in range(11):
+            await service.submit(JOB)
+        await service.until("hello-11", JobState.QUEUED)
+        assert "intervals" not in (await service.get("/jobs/hello-11/explain"))["estimate"]["basis"]
+        for i in range(1, 10):
+            service.as_master(f"hello-{i}", JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED))
+            await service.until(f"hello-{i + 1}", JobState.ADMITTED)
+        told = (await service.get("/jobs/hello-11/explain"))["estimate"]
+        assert "; intervals by what became of 9 estimates" in told["basis"], "the first one ran at once"
 
     with_service(tmp_path, test, pretend="1x1x4")
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
+from rota.cluster.sim.calibration import Calibration
 from rota.cluster.sim.forecast import Estimate, Estimates, Forecast
 from rota.runtime.clock import Clock
-from rota.spec.events import Record
+from rota.spec.events import JobAdmitted, Record
 from rota.spec.ids import JobId
 
 FRESH_S = 10.0
@@ -47,7 +48,7 @@ class Forecasts:
     """
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
-        self._scheduler, self._clock = scheduler, clock
+        self._scheduler, self._clock, self.calibration = scheduler, clock, Calibration()
         self._made = Estimates(starts={}, basis="")
         self._made_of: tuple[State, int] | None = None
         self._made_at = float("-inf")
@@ -68,8 +69,10 @@ class Forecasts:
         if self._due is not None:
             self._due.cancel()
 
-    def changed(self, _: Record | None = None) -> None:
+    def changed(self, record: Record | None = None) -> None:
         """Have a newer forecast played soon, unless one is due already."""
+        if record is not None and record.job is not None and isinstance(record.event, JobAdmitted):
+            self.calibration.started(record.job, record.at)
         if self._open and self._due is None:
             rest_s = max(SOON_S, self._rest_s())
             self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
@@ -122,9 +125,13 @@ class Forecasts:
 
     async def _played(self) -> None:
         try:
-            made_of, at = self._now_of(), self._clock.monotonic_s()
-            forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s(), wall_max_s=PLAY_MAX_S)
-            self._made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
+            made_of, at, now = self._now_of(), self._clock.monotonic_s(), self._clock.wall_s()
+            forecast = Forecast(made_of[0], self._scheduler.profile, now, wall_max_s=PLAY_MAX_S)
+            made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
+            waits = self._scheduler.state.jobs
+            starts = {job: start for job, start in made.starts.items() if job in waits and not waits[job].held}
+            self.calibration.tell(replace(made, starts=starts), now)
+            self._made = self.calibration.of(made, now)
             ended_s = self._clock.monotonic_s()
             self._made_of, self._made_at, self._took_s = made_of, at, ended_s - at
             self._rests_until_s = ended_s + self._rest_s()

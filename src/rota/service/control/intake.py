@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rota.cluster.core.explain import SchedulerExplanation
+from rota.cluster.sim.calibration import Calibration
 from rota.cluster.sim.forecast import Estimate, Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
@@ -82,7 +83,9 @@ class Intake:
         clock: Clock,
         random_source: RandomSource,
         stores: Mapping[str, str] = MappingProxyType({}),
+        calibration: Calibration | None = None,
     ) -> None:
+        self._calibration = calibration or Calibration()
         self._loop, self._home, self._clock, self._random = loop, home, clock, random_source
         self._stores = stores
         self._one_at_a_time = asyncio.Lock()
@@ -166,7 +169,7 @@ class Intake:
         explanation = self._loop.scheduler.explain_spec(completed, now, user).to_json()
         placement, waits, forecast = self._trial(completed, now, user)
         if forecast is not None:
-            estimates = await asyncio.to_thread(forecast.play, self._clock)
+            estimates = self._calibration.of(await asyncio.to_thread(forecast.play, self._clock), now)
             explanation |= {"estimate": document(DryRunEstimate, estimates.of(_DRY_RUN).to_json())}
         if waits is not None:
             why = {"code": waits.reason, "text": waits.text or INFO[waits.reason].text, "fields": waits.fields}
@@ -218,7 +221,7 @@ class Intake:
             found = scheduler.explain_ask(ask, now)
             forecast = Forecast(scheduler.state, scheduler.profile, now, until=job.id, instead=ask)
             estimates = await asyncio.to_thread(forecast.play, self._clock, scheduler.wait_idle)
-        return found, estimates.of(job.id, now)
+        return found, self._calibration.of(estimates, now).of(job.id, now)
 
     async def _packed(self, workdir: str) -> str:
         """Digest of the code of a job, packed for machines that do not see this home; empty until it is packed."""

@@ -1,7 +1,11 @@
-"""Two machines without a shared folder: code goes to them, logs and outputs come back, commands run there."""
+"""Two machines without a shared folder: code goes to them, logs and outputs come back, commands run there.
+
+The same job file as on one machine, with no setting about addresses.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -66,6 +70,25 @@ class Worker(Workload):
 
 async def flow(job):
     print("FIRST", await job.roles["worker"].where(), flush=True)
+"""
+
+SUMS = """
+import json, os, socket
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.tensor([float(rank + 1)])
+for _ in range(20):
+    mine = torch.tensor([float(rank + 1)])
+    dist.all_reduce(mine)
+    total = mine
+hosts = [None] * dist.get_world_size()
+dist.all_gather_object(hosts, socket.gethostname())
+if rank == 0:
+    print("RESULT", json.dumps({"sum": total.item(), "hosts": hosts, "address": os.environ["MASTER_ADDR"]}), flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -162,6 +185,29 @@ roles:
     (first,) = [line.split("WHERE ")[1].split()[0] for line in lines.splitlines() if line.startswith("worker/0")]
     assert f"FIRST {first}" in lines
     assert {line.split("WHERE ")[1] for line in lines.splitlines() if "WHERE " in line} == {"m0 roles", "m1 roles"}
+
+
+def test_a_torchrun_job_over_two_machines_needs_no_address(over_two: Site) -> None:
+    over_two.put("sums.py", SUMS)
+    job = over_two.submit(
+        """
+name: wide
+roles:
+  main:
+    run: torchrun --nnodes 2 --nproc-per-node 2 sums.py
+    replicas: 2
+    mesh: {dp: 2}
+    resources: {cpus: 2}
+    apart: [{role: self, level: node}]
+"""
+    )
+    ended = over_two.ended(job)
+    lines = over_two.rota("logs", job)
+    assert ended["state"] == "SUCCEEDED", lines
+    (found,) = [json.loads(line.split("RESULT ")[1]) for line in lines.splitlines() if "RESULT " in line]
+    assert found["sum"] == 10.0
+    assert sorted(found["hosts"]) == ["m0", "m0", "m1", "m1"]
+    assert found["address"] in {one.address for one in over_two.machines}
 
 
 @long

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -69,6 +70,17 @@ class Engine:
         return RayLauncher(self.namespace)
 
 
+GUARD = """
+import os, select, sys
+ended = select.poll()
+ended.register(os.pidfd_open(int(sys.argv[1])), select.POLLIN)
+ended.poll()
+os.execvp("rm", ["rm", "-rf", sys.argv[2]])
+"""
+"""Removes a home when the tests are gone without the end of their fixtures, as after Ctrl-C under xdist: with the home
+end its engine and its service."""
+
+
 def apply_environment(state: EngineState) -> None:
     """Make this process a possible client of the engine; must happen before Ray is imported."""
     for name, value in client_environment(state.token_path, state.folder).items():
@@ -81,10 +93,14 @@ def apply_environment(state: EngineState) -> None:
 def made_short_home() -> Iterator[Path]:
     """An empty home under a short path; its engine is stopped at the end and must leave nothing."""
     home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    words = (sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), str(home))
+    guard = subprocess.Popen(words, start_new_session=True)
     try:
         yield home
     finally:
         left = stop_engine(home)
+        guard.kill()
+        guard.wait()
         left_over = processes_of(home)
         shutil.rmtree(home, ignore_errors=True)
         assert not left and not left_over, f"processes left behind: {left} {left_over}"

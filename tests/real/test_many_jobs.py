@@ -116,9 +116,9 @@ def outcome(site: Installation, job: str) -> tuple[str, str]:
     return ended["state"], ended["reason"]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=deep)])
-def test_jobs_in_sequence_leave_nothing(site: Installation, count: int) -> None:
-    for number in range(count):
+@deep
+def test_ten_jobs_in_sequence_leave_nothing(site: Installation) -> None:
+    for number in range(10):
         job = submit(site, "sequence", STATEFUL if number % 5 == 0 else STATELESS)
         assert outcome(site, job) == ("SUCCEEDED", "COMPLETED")
     assert left(site) == NOTHING

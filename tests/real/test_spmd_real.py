@@ -108,6 +108,8 @@ def test_of_the_ranks_of_a_world_the_one_that_stands_still_is_suspected_and_not_
         await run.until(lambda: (run.output / "paused-0").exists() and (run.output / "paused-1").exists())
         below = psutil.Process(run.pids()["main/1"]).children(recursive=True)
         rank = next(one for one in below if "tiny_train.py" in " ".join(one.cmdline()))
+        report = Path(rank.environ()["ROTA_PROGRESS_FILE"])
+        await run.until(lambda: report.exists() and int(report.read_text().split()[1]) > 0)  # written every 0.25 s
         rank.suspend()
         (run.output / "go").touch()
         assert run.master is not None

@@ -18,7 +18,7 @@ line = torch.nn.Linear(1, 1)
 with torch.no_grad():
     line.weight.zero_()
     line.bias.zero_()
-optimiser = torch.optim.SGD(line.parameters(), lr=0.2)
+RATE = 0.2  # an optimiser of torch imports its compiler, 1.6 s of CPU in each rank
 saved = folder / "tiny.pt"
 first = 0
 if saved.exists():
@@ -30,12 +30,12 @@ for step in range(first, STEPS):
     chance = torch.Generator().manual_seed(step)
     x = torch.rand(8, 1, generator=chance)[rank::world]
     loss = ((line(x) - (3 * x + 1)) ** 2).mean()
-    optimiser.zero_grad()
+    line.zero_grad()
     loss.backward()
     for parameter in line.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world
-    optimiser.step()
+        with torch.no_grad():
+            parameter -= RATE * parameter.grad / world
     if rank == 0:
         torch.save({"line": line.state_dict(), "step": step + 1}, saved.with_suffix(".new"))
         saved.with_suffix(".new").replace(saved)

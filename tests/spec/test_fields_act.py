@@ -41,7 +41,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "JobSpec.idle_limit_s": ("service/process/tasks.py", "one.spec.idle_limit_s"),
     "JobSpec.grace_s": ("cluster/core/jobs.py", "spec.grace_s"),
     "JobSpec.checkpoint": ("job/rpc/peers.py", "spec.checkpoint"),
-    "JobSpec.workdir": ("job/core/machine.py", "spec.workdir"),
+    "JobSpec.workdir": ("job/core/machine.py", "event.spec.workdir"),
     "JobSpec.data": ("job/master/executor.py", "spec.data"),
     "JobSpec.output": ("spec/job.py", "self.output"),
     "JobSpec.env": ("job/master/executor.py", "spec.env"),

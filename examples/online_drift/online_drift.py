@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from river.preprocessing import StandardScaler
 
 from rota import Each, Workload, op
 
-CHUNK, REAL, HALF, SEED = 25, 1250, 4000, 11
+CHUNK, REAL, HALF, SEED = 25, 1250, int(os.environ.get("DRIFT_HALF", "4000")), 11
 """Rows of an item; real ones, then as many before the drift as after it."""
 WINDOW = 500
 """Rows over which the recent accuracy is taken."""
@@ -27,7 +28,7 @@ Row = tuple[dict[Any, float], bool]
 
 
 def rows() -> Iterator[Row]:
-    """Phishing (1,250 real rows), then SEA: 4,000 rows of one concept and, without notice, 4,000 of another."""
+    """Phishing (1,250 real rows), then SEA: `HALF` rows of one concept and, without notice, as many of another."""
     yield from datasets.Phishing()
     for variant in (0, 3):
         for x, y in synth.SEA(variant=variant, noise=0.05, seed=SEED).take(HALF):

@@ -114,7 +114,9 @@ DISTURBED = {
     "ppo_cartpole": Example(
         ("-e", "PPO_STEPS=60"), "result.json", ("--set", "roles.player.resources.cpus=0.7"), ("actor", "critic")
     ),
-    "online_drift": Example((), "result.json", ("--set", "roles.serve.resources.cpus=0.6"), ("train",), faults_min=1),
+    "online_drift": Example(
+        ("-e", "DRIFT_HALF=60000"), "result.json", ("--set", "roles.serve.resources.cpus=0.6"), ("train",), faults_min=1
+    ),
     "sft_stdlib": Example(
         ("--set", "roles.train.replicas=2", "--set", "roles.train.resources.cpus=0.6"),
         "result.json",

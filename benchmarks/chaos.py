@@ -37,7 +37,8 @@ from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.runtime.ray.client import RECORD
 from rota.runtime.ray.engine import EngineFiles, find_engine
-from rota.runtime.redis.server import Address, socket_path
+from rota.runtime.redis.client import RegistryAddress
+from rota.runtime.redis.server import socket_path
 from rota.service.config import load_settings
 from rota.service.process import daemon
 from rota.spec.errors import RotaError
@@ -404,7 +405,7 @@ def of_home(home: Path) -> list[str]:
 
 def segments(home: Home) -> Path:
     """The folder of the shared memory of an installation."""
-    return shm_root(Address(path=str(socket_path(home))).url)
+    return shm_root(RegistryAddress(path=str(socket_path(home))).url)
 
 
 def main() -> int:

@@ -202,7 +202,7 @@ def test_whoever_has_another_key_is_refused(scripts: Crew, four: list[Machine]) 
     except OSError as error:
         say(error=type(error).__name__)
     """
-    assert scripts.start(four[1], code, key=other).said() == {"error": "Refused"}
+    assert scripts.start(four[1], code, key=other).said() == {"error": "HandshakeRefused"}
     raw = """
     import socket
     host, port = known.known["m0"].split(":")

@@ -200,6 +200,8 @@ def estimates(given: SimInput, profile_name: str, limits: Sequence[float], sampl
         for at, one, wide, start in told
         if None not in (one.p10, one.p50)
     ]
+    if not answered:
+        raise SystemExit("no job that was drawn waited and started: give a larger trace, or fewer nodes")
     at, early, likely, late, first, last, start = np.array(answered, dtype=float).T
     waits, errors = start - at, np.abs(likely - start)
     return {

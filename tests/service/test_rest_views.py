@@ -13,7 +13,7 @@ from rota.job.core.context import InstanceRecord, Process
 from rota.service.cli import app
 from rota.service.cli.verbs import inspect
 from rota.service.views.jobs import phase
-from rota.spec.ids import Epoch, InstanceId
+from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.states import InstanceState, JobState
 
 
@@ -173,6 +173,17 @@ def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:
         assert plan.json()["kind"] == "PlanReport", plan.text
         names = {row["name"] for row in (await service.get("/sim/profiles"))["items"] if row["text"]}
         assert {"default", "fifo", "srtf"} <= names
+
+    with_service(tmp_path, test)
+
+
+def test_a_dry_run_leaves_the_state_of_the_scheduler_as_it_was(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        state = service.app.loop.scheduler.state
+        state.stopped_for[JobId("low-1"), JobId("high-1")] = 5.0  # as after a preemption
+        before = state.digest()
+        plan = await service.http.post("/api/v1/jobs:plan", json={"source": HELLO})
+        assert plan.is_success and service.app.loop.scheduler.state.digest() == before
 
     with_service(tmp_path, test)
 

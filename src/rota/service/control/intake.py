@@ -377,6 +377,7 @@ class Intake:
         It is put before the scheduler and taken back before anybody else may look.
         """
         scheduler = self._loop.scheduler
+        stopped_for = dict(scheduler.state.stopped_for)  # a job that arrives makes it forget these
         trial = (JobSubmitted(spec=spec, user=user), JobQueued())
         for event in trial:
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=event))
@@ -388,6 +389,7 @@ class Intake:
         finally:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
+            scheduler.state.stopped_for.update(stopped_for)
         return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
 
 

@@ -72,13 +72,14 @@ class Engine:
 
 GUARD = """
 import os, select, sys
+home = os.read(0, 4096)
 ended = select.poll()
 ended.register(os.pidfd_open(int(sys.argv[1])), select.POLLIN)
 ended.poll()
-os.execvp("rm", ["rm", "-rf", sys.argv[2]])
+os.execvp("rm", ["rm", "-rf", home])
 """
 """Removes a home when the tests are gone without the end of their fixtures, as after Ctrl-C under xdist: with the home
-end its engine and its service."""
+end its engine and its service. It reads its name: whose arguments have it is taken for a process of the engine."""
 
 
 def apply_environment(state: EngineState) -> None:
@@ -93,8 +94,11 @@ def apply_environment(state: EngineState) -> None:
 def made_short_home() -> Iterator[Path]:
     """An empty home under a short path; its engine is stopped at the end and must leave nothing."""
     home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    words = (sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), str(home))
-    guard = subprocess.Popen(words, start_new_session=True)
+    words = (sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()))
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    assert guard.stdin is not None
+    with guard.stdin as pipe:
+        pipe.write(os.fsencode(home))
     try:
         yield home
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,21 @@ def test_devices_of_an_admission_that_were_gone_are_no_one_elses_when_they_come_
     assert len(given) == NODES - 1 and all(named(one).isdisjoint(named(admitted)) for one in given)
     drawn.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST, counts=False), "j0")
     assert [job for job, event in drawn.log.decide(drawn.at) if isinstance(event, JobAdmitted)] == ["j0"]
+
+
+def test_a_node_that_comes_back_with_fewer_cores_than_are_held_there_breaks_no_rule() -> None:
+    drawn = Drawn("default")
+    drawn.log.submit("j0", 4, 1, at=1.0)
+    drawn.decide()
+    ((_, _, admitted),) = drawn.later
+    assert isinstance(admitted, JobAdmitted)
+    (node,) = {node for node, _ in named(admitted)}
+    drawn.add(NodeLost(node=node))
+    drawn.add(NodeJoined(node=machine((int(node[1:]) + 1) % NODES, 4)))  # and it is forgotten
+    drawn.append()
+    drawn.add(NodeJoined(node=replace(machine(int(node[1:]), 4), cpus=2)))
+    assert drawn.held()[JobId("j0")]
+    drawn.decide()
 
 
 @pytest.mark.parametrize(

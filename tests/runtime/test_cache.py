@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from rota.runtime import cache
 
 OLD_S, NOW_S = 1000.0, 5000.0
@@ -55,3 +57,30 @@ def test_the_oldest_go_until_the_rest_fits_and_one_that_stays_counts(tmp_path: P
     left = cache.remove_oldest(cache.files(tmp_path), 250, lambda path: path != kept and cache.removed(path))
     assert left == 200 and set(tmp_path.iterdir()) == {kept, newest}
     assert cache.remove_oldest(cache.files(tmp_path), 50, lambda path: False) == 200
+
+
+def test_a_folder_that_is_removed_is_never_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "env"
+    (folder / "bin").mkdir(parents=True)
+
+    def killed(path: Path, **_: object) -> None:
+        (path / "bin").rmdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(cache.shutil, "rmtree", killed)
+        cache.remove_folder(folder)
+    assert not folder.exists() and list(tmp_path.iterdir())
+    cache.remove_folder(folder)
+    assert not list(tmp_path.iterdir()), "what was left goes with the next"
+
+
+def test_a_hold_that_fails_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError("disk full")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(cache.os, "utime", full)
+    with pytest.raises(OSError, match="disk full"):
+        cache.hold(tmp_path / "x.lock")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

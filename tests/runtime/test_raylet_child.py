@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,10 @@ def test_a_worker_is_started_directly_unless_it_needs_an_environment(tmp_path: P
 
 
 def test_the_idle_process_ends_with_its_parent() -> None:
-    starts = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    starts = (
+        "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid());"
+        "print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    )
     child = (sys.executable, "-I", "-S", raylet_child.__file__, raylet_child.AGENT, "--of-the-raylet")
     parent = subprocess.Popen(
         (sys.executable, "-c", starts, *child), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -40,3 +44,11 @@ def test_the_idle_process_ends_with_its_parent() -> None:
     parent.kill()
     assert process.wait_gone((idle,), LIMIT_S) == ()
     parent.communicate()
+
+
+def test_the_idle_process_ends_where_its_raylet_was_gone_before_it_looked() -> None:
+    command = (sys.executable, "-I", "-S", raylet_child.__file__, raylet_child.AGENT)
+    with subprocess.Popen(("true",)) as gone:
+        pass
+    for raylet in (os.getppid(), gone.pid):  # one that is not its parent has been followed by another process
+        subprocess.run(command, env={"RAY_RAYLET_PID": str(raylet)}, check=True, timeout=LIMIT_S)

@@ -400,8 +400,7 @@ class Scheduler:
     def _hold(self, row: JobId, places: tuple[Place, ...], choice: Choice | None, at: float) -> bool:
         """A row holds these places; of those with a lost or removed node only what is there, until it gives it back.
 
-        A decision may reach the log after the loss of a node that it counted on. A job that was admitted so cannot run:
-        it is asked to stop.
+        A decision may reach the log after the loss of its node. A job that was admitted so is asked to stop.
         """
         held, missing = held_at(self.state, places), missing_of(self.state, places)
         if held:
@@ -422,6 +421,7 @@ class Scheduler:
                     self._state.hold(txn, row, held, now=at, choice=choice)
                     events.fold(self._state, txn, events.StopRequested(job=row), at)
                 txn.keep()
+        self._state.note_shrunk()
 
     def _settle(self, job: JobId, known: _Known, own: tuple[Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""

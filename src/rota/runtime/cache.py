@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -21,9 +23,21 @@ def hold(lock: Path) -> int:
     Whoever removes it at this moment is waited for: look whether it is still there.
     """
     use = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    fcntl.flock(use, fcntl.LOCK_SH)
-    os.utime(use)
+    try:
+        fcntl.flock(use, fcntl.LOCK_SH)
+        os.utime(use)
+    except BaseException:
+        os.close(use)
+        raise
     return use
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder at once: who is killed on the way leaves no part of it that would be taken for the whole."""
+    if folder.is_dir():
+        folder.rename(folder.with_name(f".{folder.name}-{os.getpid()}-{time.monotonic_ns()}"))
+    for left in folder.parent.glob(f".{folder.name}-*"):  # also what one that was killed left
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def _lines(text: Iterator[str]) -> Iterator[str]:
 
 
 def _remove(lock: Path) -> None:
-    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    cache.remove_folder(lock.with_suffix(""))
 
 
 def python_of(folder: Path) -> Path:

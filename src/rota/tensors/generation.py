@@ -242,8 +242,9 @@ class _Taken:
         if self._wait:  # one call of C: no handler runs between the lock and its note
             self._acquired.extend(map(table.stripe(key).acquire, (True,)))
         else:
+            before = len(self._acquired)
             self._acquired.extend(filter(None, map(table.stripe(key).acquire, (False,))))
-            if not self._acquired:
+            if len(self._acquired) == before:
                 raise errors.PublishBlocked(f"{name}: another thread is publishing it", name=name, pid=os.getpid())
         if key in table.inside:  # by this very thread, which is in the handler of a signal
             raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
@@ -261,10 +262,11 @@ class _Taken:
             if table.inside.get(key) == id(self):
                 table.unlock(key)
                 del table.inside[key]
-            try:
+            release = table.stripe(key).release
+            try:  # two calls of C: no handler runs between them, and none before the second
                 self._acquired.pop()
             finally:
-                table.stripe(key).release()
+                release()
 
 
 class _Held:

@@ -586,8 +586,12 @@ class State:
             for job in sorted(self.jobs):
                 new.adopt(txn, self, self.jobs[job])
             txn.keep()
-        new.shrunk = frozenset(np.flatnonzero((new.cpu < 0) | (new.mem < 0)).tolist())
+        new.note_shrunk()
         return new
+
+    def note_shrunk(self) -> None:
+        """Let what jobs hold of nodes count as held, though these have less by now."""
+        self.shrunk = frozenset(np.flatnonzero((self.cpu < 0) | (self.mem < 0)).tolist())
 
     def adopt(self, txn: Txn, old: State, row: LiveJob) -> None:
         """Take over the row of a job from another state of the cluster."""

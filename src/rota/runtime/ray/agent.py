@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -176,16 +175,9 @@ def _fetched(namespace: str, job: str, workdir: str, home: Home) -> Path:
 
 def remove_unused(home: Home, unused_s: float = UNUSED_S) -> None:
     """Remove the unpacked code of jobs that no process has held for ``unused_s``; each can be unpacked again."""
-    now = SystemClock().wall_s()
-
-    def remove(lock: Path) -> None:
-        code = JobDirs(root=lock.parent).code
-        if code.is_dir():  # a part of it must never be taken for the whole
-            code.rename(code.with_name(f".{code.name}-{os.getpid()}-{now:.6f}"))
-        for left in lock.parent.glob(f".{code.name}-*"):  # also what an unpacking that was killed left
-            shutil.rmtree(left, ignore_errors=True)
-
-    cache.remove_unused((JobDirs(root=folder).code_lock for folder in home.jobs.iterdir()), now - unused_s, remove)
+    locks = (JobDirs(root=folder).code_lock for folder in home.jobs.iterdir())
+    before_s = SystemClock().wall_s() - unused_s
+    cache.remove_unused(locks, before_s, lambda lock: cache.remove_folder(JobDirs(root=lock.parent).code))
 
 
 def _parts(namespace: str, digest: str, size: int) -> Iterator[bytes]:

@@ -27,11 +27,13 @@ def worker_command(words: list[str]) -> list[str]:
     return [word for word in words if not word.startswith(_LANGUAGE)]
 
 
-def wait_for_end_of(pid: int) -> None:
-    """Until a process is gone."""
+def wait_for_end_of(parent: int) -> None:
+    """Until this process has another parent: that one is gone, maybe before this is called."""
     try:
-        gone = os.pidfd_open(pid)
+        gone = os.pidfd_open(parent)
     except ProcessLookupError:
+        return
+    if os.getppid() != parent:
         return
     poller = select.poll()
     poller.register(gone, select.POLLIN)
@@ -40,6 +42,6 @@ def wait_for_end_of(pid: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == AGENT:  # arguments of the raylet follow
-        wait_for_end_of(os.getppid())
+        wait_for_end_of(int(os.environ["RAY_RAYLET_PID"]))
     else:
         os.execv(sys.executable, [sys.executable, *worker_command(sys.argv[1:])])

@@ -129,7 +129,7 @@ class Forecasts:
             forecast = Forecast(made_of[0], self._scheduler.profile, now, wall_max_s=PLAY_MAX_S)
             made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
             waits = self._scheduler.state.jobs
-            starts = {job: start for job, start in made.starts.items() if job in waits and not waits[job].held}
+            starts = {job: start for job, start in made.starts.items() if job in waits and waits[job].phase == "queued"}
             self.calibration.tell(replace(made, starts=starts), now)
             self._made = self.calibration.of(made, now)
             ended_s = self._clock.monotonic_s()

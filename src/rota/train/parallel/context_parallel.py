@@ -263,7 +263,7 @@ def check_cores(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
                     else:
                         inspect_heads(_name(index, core), inner_of(core), q, cp)
                 if running.failed:
-                    if isinstance(error := running.take(), BadInput):
+                    if isinstance(error := running.take(), (BadInput, SystemExit)):
                         raise error
                     log.debug("%s is looked at in the first step: %s", _name(index, core), error)
 

@@ -113,6 +113,16 @@ def test_only_a_process_that_is_gone_is_not_alive(
     run(main())
 
 
+def test_a_hosted_master_answers_what_the_processes_of_a_job_ask_and_nothing_of_its_own() -> None:
+    hosted = object.__new__(master.Master)
+    hosted._master = a_master()
+    for name in ("beat", "commit", "is_alive", "meet", "ping", "stacks", "status", "why"):
+        assert callable(getattr(hosted, name))
+    for name in ("run", "report", "_send_away"):
+        with pytest.raises(AttributeError):
+            getattr(hosted, name)
+
+
 def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         for state, told in ((JobState.RUNNING, False), (JobState.FAILED, True)):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -134,8 +135,6 @@ PUSH_MAX_S, STACKS_MAX_S, ALIVE_MAX_S = 5.0, 3.0, 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
-ASKED = frozenset({"beat", "commit", "meet", "ping", "stacks", "status", "why"})
-"""Methods of a JobMaster for the processes of the job and the service."""
 
 
 class JobMaster:
@@ -525,6 +524,12 @@ class JobMaster:
         self._loaded.set()
         self._inbox.refuse(Fenced(f"the job is {self.ctx.state}"))
         self._rendezvous.give_up()
+
+
+ASKED = frozenset(
+    name for name, method in vars(JobMaster).items() if inspect.iscoroutinefunction(method) and name[0] != "_"
+) - {"run"}
+"""Methods of a JobMaster for the processes of the job and the service."""
 
 
 class Master:

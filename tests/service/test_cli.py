@@ -292,7 +292,7 @@ def test_what_is_misspelt_is_told_with_what_was_meant_and_a_short_list_that_it_i
     with pytest.raises(BadInput, match="has no 'JobStat'") as misspelt:
         import_target("rota.spec.states:JobStat")
     assert misspelt.value.hint == "did you mean 'JobState'?"
-    jobs: Any = {f"j-{n}": SimpleNamespace(id=f"j-{n}", submitted=SimpleNamespace(uid="")) for n in range(6)}
+    jobs: Any = {f"j-{n}": SimpleNamespace(id=f"j-{n}", ended=None) for n in range(6)}
     with pytest.raises(BadInput, match=r"fits 6 jobs: j-0, j-1, j-2, j-3, j-4, \.\.\. "):
         Installation(jobs=jobs).find("j-")
 

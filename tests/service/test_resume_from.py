@@ -81,7 +81,7 @@ def test_an_ended_job_stays_ended_and_a_new_one_begins_with_its_commit(tmp_path:
         number = service.as_master("sums-1", JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER))
         await service.seen(number)
         plain = await ask("resume", "sums-1")
-        assert (plain.status, "rota resume sums-1 --from COMMIT" in plain.err) == (2, True)
+        assert (plain.status, "rota resume sums-1 --from 3 begins a new job" in plain.err) == (2, True)
         done = await ask("resume", "sums-1", "--from", "3")
         assert (done.status, done.out.startswith("sums-2 ")) == (0, True), done.err
         assert (await service.get("/jobs/sums-1"))["state"] == "CANCELLED"

@@ -140,6 +140,9 @@ def test_the_command_types_what_comes_on_its_input_and_ends_as_the_program(tmp_p
             assert (done.returncode, sorted(done.stdout.split())) == (0, ["one", "one", "two", "two"]), done
             done = await asyncio.to_thread(command, "exec", "-it", "hello-1", typed="exit 9\n")
             assert done.returncode == 9, done
+            late = "import sys, termios, time; time.sleep(1); termios.tcflush(0, termios.TCIFLUSH); sys.stdin.read()"
+            argv = ("exec", "-it", "hello-1", "--", sys.executable, "-c", late)  # as a shell that sets its terminal up
+            assert (await asyncio.to_thread(command, *argv, typed="")).returncode == 0, "it is told again of the end"
             for words, text in (
                 (("exec", "-it", "hello-1", "-t", "5s", "--", "sh"), "--timeout 5s goes with a command without -it"),
                 (("exec", "-it", "--json", "hello-1"), "--json goes with a command without -it"),

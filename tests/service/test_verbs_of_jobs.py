@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,8 @@ from standing import HELLO, Standing, with_service
 from test_cli import own_home, rota, with_cli
 
 from rota.service.cli.verbs import jobs
-from rota.spec.errors import Conflict, TimedOut
+from rota.service.views.installation import Installation
+from rota.spec.errors import BadInput, Conflict, TimedOut
 from rota.spec.states import JobState
 
 assert own_home  # the fixture of every test here, too
@@ -43,6 +45,17 @@ def test_several_jobs_are_changed_at_once_and_one_that_refuses_stops_no_other(
         assert "missing JOB" in (await ask(verb)).err
 
     with_cli(tmp_path / "service", test)
+
+
+def test_a_short_name_is_that_of_the_job_so_named_and_of_the_one_that_lives() -> None:
+    ended = {"sec-1": True, "sec-2": False, "second-1": False, "third-1": True, "third-2": True}
+    submitted = SimpleNamespace(uid="")
+    jobs: Any = {job: SimpleNamespace(id=job, ended=over or None, submitted=submitted) for job, over in ended.items()}
+    find = Installation(jobs=jobs).find
+    assert [find(one).id for one in ("sec", "second", "sec-1", "third-2")] == ["sec-2", "second-1", "sec-1", "third-2"]
+    for short in ("se", "third"):  # two live, and none
+        with pytest.raises(BadInput, match=r"fits \d jobs"):
+            find(short)
 
 
 SORTED = {

@@ -94,7 +94,6 @@ class _Terminal:
     vacant: bool = False
     """Nothing has the other side open: the program ends, or opens it again."""
     exit_status: int | None = None
-    ended_s: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

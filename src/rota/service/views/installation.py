@@ -127,7 +127,9 @@ class Installation:
         return JobId(f"{name}-{n}")
 
     def find(self, given: str, seen: Callable[[JobHistory], bool] = lambda _: True) -> JobHistory:
-        """The job of an id, a uid or a unique prefix of an id, among those that may be ``seen``.
+        """The job of an id, a uid, a name or a prefix of an id, among those that may be ``seen``.
+
+        Of several that fit, those of exactly that name go first, then those that have not ended.
 
         Raises UnknownName or BadInput (several fit); neither names a job that may not be seen.
         """
@@ -136,8 +138,11 @@ class Installation:
         fits = [
             one for one in self.jobs.values() if (one.id.startswith(given) or one.submitted.uid == given) and seen(one)
         ]
-        if len(fits) == 1:
-            return fits[0]
+        named = [one for one in fits if one.id.rpartition("-")[0] == given]
+        live = [one for one in named or fits if one.ended is None]
+        for some in (fits, named, live):
+            if len(some) == 1:
+                return some[0]
         if fits:
             shown = ", ".join(one.id for one in fits[:5]) + ", ..." * (len(fits) > 5)
             raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")

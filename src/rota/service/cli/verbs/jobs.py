@@ -343,7 +343,7 @@ def stop(
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not prompt.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Ask jobs to end.
+    """Ask jobs to end. What they saved to a checkpoint folder stays; 'rota pause' keeps the other commits, too.
 
     Examples
     --------

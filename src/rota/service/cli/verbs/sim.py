@@ -33,7 +33,7 @@ def run(
     trace: TRACE | None = None,
     vcs: VCS | None = None,
     log: Annotated[Path | None, Parameter(help="Event log to replay in place of a trace: rota.db, or JSON.")] = None,
-    profile: Annotated[str, Parameter(help="Scheduling profile; for a log, that of the service: default.")] = "fifo",
+    profile: Annotated[str, Parameter(help="Scheduling profile; else fifo for a trace, default for a log.")] = "",
     scale: SCALE = 1.0,
     seed: SEED = 0,
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
@@ -51,14 +51,16 @@ def run(
     --------
     rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
     rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
-    rota sim run --log ~/.local/state/rota/rota.db --profile default
+    rota sim run --log ~/.local/state/rota/rota.db
     """
     from rota.service.offline import sim_replay, sim_run
 
     if log is not None:
         if trace is not None or vcs is not None:
             raise BadInput("--log takes the place of --trace and --vcs")
-        return flags.show(lambda: sim_replay(log, profile), _replay, lambda document: document["different"])
+        made_by = profile or "default"
+        shown = partial(_replay, profile=made_by)
+        return flags.show(lambda: sim_replay(log, made_by), shown, lambda document: document["different"])
     if trace is None or vcs is None:
         raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
@@ -74,7 +76,8 @@ def run(
         "sharing_speed": sharing_speed,
     }
     given: RunOptions = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots}
-    return flags.show(lambda: sim_run(trace, vcs, profile, costs=costs, **given), partial(_run, jobs=jobs))
+    ran_by = profile or "fifo"
+    return flags.show(lambda: sim_run(trace, vcs, ran_by, costs=costs, **given), partial(_run, jobs=jobs))
 
 
 def compare(
@@ -240,10 +243,9 @@ FILL = Table(
 )
 
 
-def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.line(
-        f"{doc['same']} of {counted(doc['decisions'], 'decision')} the same, in {counted(doc['records'], 'record')}"
-    )
+def _replay(term: Terminal, doc: Mapping[str, Any], *, profile: str) -> None:
+    decided = f"{doc['same']} of {counted(doc['decisions'], 'decision')} the same under {profile}"
+    term.line(f"{decided}, in {counted(doc['records'], 'record')}")
     for one in doc["different"]:
         here = "; ".join(map(_decision_text, one["here"])) or "no decision"
         term.line(f"{one['number']} {one['job']}: recorded {_decision_text(one['recorded'])}, here {here}")

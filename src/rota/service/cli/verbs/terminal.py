@@ -170,6 +170,8 @@ class _Keys:
                 self._read()
             if self.over.is_set():
                 return
+            if not (self.input_open or self.waiting):  # a program that has set its terminal up since has lost the first
+                self.waiting = END_OF_INPUT
             try:
                 self._send(terminal_size() if resized else None)
             except UnknownName:

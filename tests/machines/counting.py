@@ -99,8 +99,8 @@ class Watched:
         """The size of the world at each entry of a script."""
         return re.findall(r"ENTER \d+ \w+ (\d+)", self.site.rota("logs", self.id))
 
-    def wait(self, look: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
+    def wait(self, look: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
         while not look():
             assert time.monotonic() < deadline, (what, self.document(), self.events()[-20:])
             time.sleep(0.3)

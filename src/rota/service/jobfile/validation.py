@@ -459,11 +459,12 @@ def _part_of(value: object) -> object:
     return model.of(value) if model is not None else value
 
 
+_PACKAGES = ("requirements", "pip", "dependencies")
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("count", "instances", "num_replicas", "num_workers", "parallelism", "taskNumber"), ("replicas",)),
     **dict.fromkeys(("command", "cmd", "entrypoint", "script", "exec"), ("run",)),
     **dict.fromkeys(("environment", "env_vars", "environ"), ("env",)),
-    **dict.fromkeys(("requirements", "pip", "dependencies"), ("packages",)),
+    **dict.fromkeys(_PACKAGES, ("packages",)),
     **dict.fromkeys(("timeout", "walltime", "deadline", "max_time"), ("time_limit",)),
     **dict.fromkeys(("mem", "ram"), ("memory", "resources.memory")),
     **dict.fromkeys(("partition", "pool"), ("queue",)),
@@ -471,10 +472,8 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
 }
 """What other systems call a field."""
-_MANIFEST = "a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files"
 OTHER_FILES: dict[str, str] = {
-    "apiVersion": _MANIFEST,
-    "kind": _MANIFEST,
+    "apiVersion": "a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files",
     "metadata": "write the name as 'name:'",
     "spec": "write each container as a role: 'roles: {main: {run: [python, train.py]}}'",
 }
@@ -520,7 +519,7 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
                 f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
             )
             hint = hint or nearest(name, [*known], "fields")
-    elif path[-2:-1] == ("env",):
+    elif path[-2:-1] == ("env",) and path[-1] in ("packages", *_PACKAGES):
         hint = hint or "variables are text; 'packages:' installs packages"
     errors.add(place, (*above, *path), message, hint=hint, code=code)
 

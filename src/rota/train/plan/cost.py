@@ -24,7 +24,7 @@ HALF_BYTES = 2
 NORM_BYTES, RESIDUAL_BYTES, GELU_BYTES = 2 * HALF_BYTES, 3 * HALF_BYTES + 1, 2 * HALF_BYTES
 """Bytes moved an element: a norm reads and writes; dropout with residual reads two, writes one and a mask byte; GeLU
 reads and writes. Kernels are taken as fused where Megatron-LM fuses them."""
-LOSS_BYTES = 20
+LOSS_TRAFFIC_BYTES = 20
 """Cross entropy over fp32 logits: copy to fp32 (2 + 4), maximum (4), exponentials (4 + 4), gradient (2)."""
 SCORE_BYTES = 4 * HALF_BYTES + 1
 """Scale, mask and softmax in one kernel read and write; dropout reads, writes and keeps a mask byte."""
@@ -241,7 +241,7 @@ def _order_of(plan: ParallelPlan) -> Kind:
 def head_s(model: ModelShape, tp: int, micro_batch: int, hardware: Hardware, dtype: str, *, cp: int = 1) -> float:
     """Seconds of the product ``T x V/t x h`` with the vocabulary ``V`` and of the loss over ``T V/t`` logits."""
     tokens, vocab = micro_batch * model.seq / cp, model.vocab / tp
-    loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
+    loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_TRAFFIC_BYTES)
     return gemm_s(hardware.device, dtype, tokens, vocab, model.hidden) + loss_s
 
 

@@ -31,7 +31,7 @@ from rota.train.plan.model import (
 GIB = 2**30
 NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ADAM_MOMENTS = 2
-LOSS_BYTES = 4 + 4 + 4
+LOSS_MEMORY_BYTES = 4 + 4 + 4
 """Of one logit in fp32 when the backward pass of the loss begins: itself, the logarithm of its share, its gradient."""
 UNSHARDED_LAYERS = 2
 """Layers that ZeRO stage 3 holds whole at once: the one in use and the one being gathered."""
@@ -62,8 +62,8 @@ def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int
 
     Korthikanti et al. (2022), Table 2: ``s b h (10 + 24/t + 5 a s/(h t))``, with ``sp`` ``s b h (34/t + 5 a s/(h t))``.
     Selective recompute and flash attention keep no ``5 a s/(h t)``; full recompute keeps the 16-bit input, ``2 s b h``,
-    over ``t`` with ``sp``. All are twice that where ``number`` is fp32. A measured ``kept_mib`` for one sequence takes
-    the place of these.
+    over ``t`` with ``sp``. Beyond the table, all are taken as twice that where ``number`` is fp32, the masks of dropout
+    too, which stay one byte. A measured ``kept_mib`` for one sequence takes the place of these.
     """
     s, b, h, t = model.seq, micro_batch * NUMBER_BYTES[number] / 2, model.hidden, layer.tp
     if layer.recompute == "full":
@@ -78,7 +78,7 @@ def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int
 
 def logit_bytes(dtype: Dtype) -> int:
     """Bytes that one logit takes at most: those of the loss, and beside them its own where it has another format."""
-    return LOSS_BYTES + (0 if dtype.param == "fp32" else NUMBER_BYTES[dtype.param])
+    return LOSS_MEMORY_BYTES + (0 if dtype.param == "fp32" else NUMBER_BYTES[dtype.param])
 
 
 def layers_in_flight(schedule: Schedule, *, stage: int, p: int, m: int, v: int = 1) -> float:

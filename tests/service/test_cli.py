@@ -170,7 +170,7 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["run", "-t", "10", "--check", "--", "true"], 2, "-t 10: time_limit: '10' is not a duration with a unit"),
         (["run", "-n", "x", "--set", "priority=900", "--check", "--", "true"], 2, "--set #1:1:10: priority: expected"),
         (["plan", "search", "--model", "m", "--gpus", "8", "--memory", "40GiB"], 2, '"40GiB" is not a number'),
-        (["run", "--memory", "2G", "--check", "--", "true"], 2, "write 2GiB"),
+        (["run", "--memory", "2G", "--check", "--", "true"], 2, "--memory 2G: roles.main.resources.memory: '2G'"),
         (["restore", "none.tgz"], 2, "none.tgz: no such file\n      rota backup FILE makes one"),
         (["run", "--set", "replicas=3", "--check", "--", "true"], 2, "did you mean 'roles.NAME.replicas'?"),
         (["run", "--set", "depends_on=[a]", "--check", "--", "true"], 2, "did you mean 'after'?"),

@@ -264,6 +264,8 @@ def test_the_table_has_the_best_first_and_a_plot(tmp_path: Path) -> None:
         assert (document["best"]["job"], document["states"]) == ("tune.lr-2-1", {"SUCCEEDED": 2, "FAILED": 1})
         page = (await ask("sweep", "tune")).out
         assert "best: tune.lr-2-1  lr=2  loss=0.1" in page and "loss by lr, from 0.1 to 0.3" in page
+        misspelt = (await ask("sweep", "tune", "--metric", "los")).out
+        assert "no job reported 'los'; --metric NAME compares by another name" in misspelt
         most = (await ask("sweep", "tune", "--metric", "loss:max", "--json")).document
         assert most["best"]["job"] == "tune.lr-1-1"
 

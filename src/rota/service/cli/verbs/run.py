@@ -88,7 +88,10 @@ def run(
     rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
     changes = _changes(set_, name, queue, priority, time_limit, env, after)
-    body = _body(file, ["sh"] if shell else argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    res = {"cpus": cpus, "gpus": gpus, "memory": memory}
+    body = _body(file, ["sh"] if shell else argv, [*changes], res, workdir)
+    flag_of = {f".resources.{key}={value}": f"--{key} {value}" for key, value in res.items() if value}
+    changes |= {one: flag for one in body["sets"] for tail, flag in flag_of.items() if one.endswith(tail)}
     if shell:
         body["source"] = shell_source({"-d": detach, "-w": wait, "--timeout": timeout, "--sweep": sweep != NO_SWEEP})
     if ignore_image:

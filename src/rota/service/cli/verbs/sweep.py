@@ -315,6 +315,8 @@ def _sweep_page(term: Terminal, document: Mapping[str, Any]) -> None:
     best = document["best"]
     if best is not None:
         term.line(f"best: {best['job']}  {labels(best['point'])}  {document['metric']}={amount(best['value'])}")
+    elif document["metric"] and "SUCCEEDED" in document["states"]:
+        term.line(f"no job reported {document['metric']!r}; --metric NAME compares by another name")
     for name in document["parameters"]:
         for line in plot(cast("SweepDocument", document), name):
             term.line(line)

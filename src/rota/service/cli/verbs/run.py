@@ -88,10 +88,7 @@ def run(
     rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
     changes = _changes(set_, name, queue, priority, time_limit, env, after)
-    res = {"cpus": cpus, "gpus": gpus, "memory": memory}
-    body = _body(file, ["sh"] if shell else argv, [*changes], res, workdir)
-    flag_of = {f".resources.{key}={value}": f"--{key} {value}" for key, value in res.items() if value}
-    changes |= {one: flag for one in body["sets"] for tail, flag in flag_of.items() if one.endswith(tail)}
+    body = _body(file, ["sh"] if shell else argv, changes, {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     if shell:
         body["source"] = shell_source({"-d": detach, "-w": wait, "--timeout": timeout, "--sweep": sweep != NO_SWEEP})
     if ignore_image:
@@ -196,7 +193,15 @@ def _changes(
     return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
 
 
-def _body(file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str) -> JobText:
+def _body(file: str, argv: list[str] | None, changes: dict[str, str], res: Mapping[str, str], workdir: str) -> JobText:
+    """The text of the job with its changes; ``changes`` get those of ``res``, with the flag that each came by."""
+    body = _text(file, argv, [*changes], res, workdir)
+    flag_of = {f".resources.{key}={value}": f"--{key} {value}" for key, value in res.items() if value}
+    changes |= {one: flag for one in body["sets"] for tail, flag in flag_of.items() if one.endswith(tail)}
+    return body
+
+
+def _text(file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str) -> JobText:
     if argv and file:
         raise BadInput("give a job file or a command after '--', not both")
     if not argv and not file:

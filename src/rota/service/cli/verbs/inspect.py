@@ -181,7 +181,14 @@ def _level(item: Mapping[str, Any]) -> str:
 
 
 def _restored(item: Mapping[str, Any]) -> object:
+    if item.get("restore") == 0:
+        return "its start"
     return f"{item['restore']} ({item['restored_from']})" if item.get("restored_from") else item.get("restore")
+
+
+def _lost_commits(item: Mapping[str, Any]) -> object:
+    """None where nothing was committed before: a script may have lost all the same."""
+    return item.get("lost_commits") or (0 if item.get("restore") else None)
 
 
 FAILURES = Table(
@@ -195,7 +202,7 @@ FAILURES = Table(
         "DECIDED AFTER": lambda item: lasting(item.get("detect_to_decide_s")),
         "HEALED AFTER": lambda item: lasting(item["seconds"]) if item.get("healed") else item["open"],
         "BACK TO": _restored,
-        "LOST COMMITS": lambda item: item.get("lost_commits"),
+        "LOST COMMITS": _lost_commits,
     },
     extra=("SCOPE", "LEVEL", "LOST COMMITS", "BACK TO", "DECIDED AFTER"),
 )

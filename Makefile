@@ -66,7 +66,7 @@ test: TYPES = src/rota
 test: check real ## make check with the types of all, then real
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "(real or slow) and not gpu"
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "(real or slow) and not gpu"
 
 deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
 	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 -m "(real or slow) and not gpu"

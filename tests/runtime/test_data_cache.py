@@ -145,6 +145,21 @@ def test_the_cache_keeps_to_its_limit_and_removes_what_nobody_used_for_longest(
         check(home, urls[0])
 
 
+def test_data_whose_removal_was_killed_is_never_taken_for_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "set"
+    (folder / "rest").mkdir(parents=True)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_cache.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        data_cache._removed(folder)
+    assert not folder.exists()
+
+
 def test_two_processes_fetch_once_and_one_that_was_killed_leaves_nothing_that_counts(
     home: Home, source: Path, web: Web
 ) -> None:

@@ -318,9 +318,8 @@ class Job:
         A value that does not know its name is looked for in ``names``, those of a module.
         """
         module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
-        if (
-            not module or not name or "<" in name
-        ):  # nothing of a generator, a lambda or what a function defines can be imported by name
+        # What a function defines, and a lambda, cannot be imported by name.
+        if not module or not name or "<" in name:
             module = names.get("__name__", "")
             name = next((key for key, value in names.items() if value is target and key[:2] != "__"), "")
         if not name:

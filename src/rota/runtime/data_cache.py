@@ -242,7 +242,7 @@ def _removed(folder: Path) -> bool:
     """Remove data that is neither in use nor being fetched; False where it is."""
     with cache.unused(folder.with_suffix(".making"), folder.with_suffix(".use")) as free:
         if free:
-            shutil.rmtree(folder, ignore_errors=True)
+            cache.remove_folder(folder)
             shutil.rmtree(folder.with_suffix(".partial"), ignore_errors=True)
             folder.with_suffix(".bytes").unlink(missing_ok=True)
         return free

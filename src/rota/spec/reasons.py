@@ -32,9 +32,8 @@ class ReasonInfo:
 
 
 def _info(family: str, fault: str, text: str, ends_in: JobState | None = None) -> tuple[str, ReasonInfo]:
-    return cast("str", auto()), ReasonInfo(
-        family, fault, text, ends_in
-    )  # ``_generate_next_value_`` makes the name of it
+    name = cast("str", auto())  # ``_generate_next_value_`` makes the name of it
+    return name, ReasonInfo(family, fault, text, ends_in)
 
 
 _waits = partial(_info, "waiting", "policy")

@@ -171,10 +171,7 @@ def _round(
         try:
             store.wait(keys, timedelta(seconds=max(0.001, left_s)))
             found[pair] = max(float(store.get(key)) for key in keys)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # no answer in time, or one without a number: the pair counts as not measured
+        except (RuntimeError, ValueError):  # no answer in time, or one without a number
             found[pair] = None
     return found
 

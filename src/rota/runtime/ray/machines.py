@@ -83,9 +83,8 @@ class Machines:
         self._doubled = {name for name, count in counts.items() if count > 1}
         self._forget(living.keys())
         for identity, row in living.items():
-            ambiguous = (
-                counts[self._names[identity]] > 1
-            )  # a label pins to both: an instance might come up on the wrong one
+            # A label that two have pins to both: an instance might come up on the wrong one.
+            ambiguous = counts[self._names[identity]] > 1
             if not ambiguous and identity not in self._known.keys() | self._asking.keys():
                 self._asking[identity] = asyncio.ensure_future(self._ask(row))
         if self._asking:

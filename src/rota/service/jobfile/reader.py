@@ -309,7 +309,7 @@ def find_place(root: Node, path: Path) -> TextPlace:
     for part in path:
         if isinstance(part, int):
             if not isinstance(node, SequenceNode) or part >= len(node):
-                return best  # a list of one value was written without brackets, so there is no deeper place
+                return best  # a list of one value was written without brackets: its value has no place of its own
             node = node[part]
             best = node.place
             continue

@@ -251,11 +251,8 @@ def port_path(job: JobId, instance: str, name: str) -> str:
 
 
 def _progress_report(beat: HeartbeatFields) -> ProgressReport:
-    older: dict[str, float] = {
-        "step_s": 0.0,
-        "cpus": 0.0,
-        "rss_bytes": 0,
-    }  # one of an older version runs on over an upgrade, and does not send these
+    # One of an older version runs on over an upgrade, and does not send these.
+    older: dict[str, float] = {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}
     return document(
         ProgressReport,
         beat,

@@ -220,14 +220,12 @@ H200_141G = replace(
         "1 GiB, shares of peak by bf16 products of 512 to 8192, launch by a graph, host by copies that are not pinned; "
         "peak and bandwidth: vendor data sheet, dense; links: those of h100-96g, dispatch: that of a100-80g-dgx"
     ),
-    device=DeviceSpec(
+    device=replace(
+        H100_96G.device,
         memory_gib=139.8,
-        reserve_gib=2,
         memory_gb_s=4800,
         memory_efficiency=0.86,
-        peak_tflops={"bf16": 989, "fp16": 989, "fp32": 67},
         launch_us=1,
-        dispatch_us=28,
         gemm_efficiency=((2.7e8, 0.017), (2.1e9, 0.14), (1.7e10, 0.66), (1.4e11, 0.78), (1.1e12, 0.69)),
     ),
     host=HostSpec(memory_gib=125, gb_s=12),

@@ -121,12 +121,8 @@ def _activations(plan: ParallelPlan, model: ModelShape) -> Iterator[Sent]:
         if layer.tp > 1 and layer.sp:
             yield "all_gather", "tp", 2 * passes, whole
             yield "reduce_scatter", "tp", last, whole
-            yield (
-                "all_reduce",
-                "tp",
-                4 * (micro if layer.zero >= 2 else 1),
-                model.hidden * number,
-            )  # two norms, whose weights every tensor rank has whole
+            norms = 4 * (micro if layer.zero >= 2 else 1)  # two, whose weights every tensor rank has whole
+            yield "all_reduce", "tp", norms, model.hidden * number
         elif layer.tp > 1:
             yield "all_reduce", "tp", last, whole
         if mesh.cp > 1:

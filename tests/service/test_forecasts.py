@@ -14,6 +14,7 @@ import pytest
 from tests.service.standing import HELLO, PlayedEngine, Standing, empty_database, with_service
 
 from rota.cluster.live import Scheduler
+from rota.cluster.sim.calibration import Calibration
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock, SystemClock
@@ -23,6 +24,7 @@ from rota.service.process import assembly, serve
 from rota.service.rest import app
 from rota.service.rest.deps import AppState
 from rota.spec.events import JobEnded
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -79,6 +81,24 @@ def test_a_second_question_plays_nothing_and_a_change_is_seen(tmp_path: Path, mo
         await service.submit(JOB)
         await service.until("hello-5", JobState.QUEUED)
         assert await starts_at(service, "hello-5") > third, "who came after the last play is in the next"
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_a_paused_job_is_told_anew_when_it_waits_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
+
+    async def test(service: Standing) -> None:
+        for _ in range(3):
+            await service.submit(JOB)
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.until("hello-3", JobState.QUEUED)
+        scheduler, told = service.app.loop.scheduler, list[set[str]]()
+        monkeypatch.setattr(Calibration, "tell", lambda _, made, now: told.append({str(one) for one in made.starts}))
+        await service.http.post("/api/v1/jobs/hello-2:pause", json={})
+        await service.until("hello-2", JobState.PAUSED)
+        await starts_at(service, "hello-3")
+        assert told[-1] == {"hello-3"} and scheduler.state.jobs[JobId("hello-2")].phase == "paused"
 
     with_service(tmp_path, test, pretend="1x1x4")
 

@@ -82,6 +82,15 @@ def test_attention_that_ranks_would_compute_otherwise_is_refused(name: str) -> N
         check_model(words(core), plan, Parts())
 
 
+def test_a_core_that_ends_the_process_is_not_taken_for_one_that_cannot_be_looked_at() -> None:
+    class Ends(Core):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        check_model(words(Ends()), RING, Parts())
+
+
 @pytest.mark.parametrize("core", [Core(is_causal=False), Core(scale=0.3), Core(own=True)])
 def test_attention_that_a_ring_computes_is_looked_at_and_left_as_it_was(core: nn.Module) -> None:
     model = words(core).train()

@@ -114,6 +114,9 @@ def test_a_policy_without_an_order_of_its_own_stops_each_job_once_until_somethin
     assert played(profile, s, ask("a", slot(4)), ask("b", slot(4))) == ["a"], (
         "and b not for a, which was stopped for it"
     )
+    wait = s.jobs[JobId("a")].wait
+    assert wait is not None and wait.reason is Reason.NO_FREE_DEVICES and wait.fields["held_back_by"] == ["b"]
+    assert "It waits for b: one was stopped for the other already" in wait.text and "until a job arrives" in wait.text
     assert played(profile, s, ask("c", slot(4)), at=10.0) == ["b", "c"], "an arrival is something else"
 
 

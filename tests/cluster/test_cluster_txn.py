@@ -73,6 +73,19 @@ def test_an_exception_undoes_the_scope_it_leaves_even_when_it_was_to_be_kept() -
     assert array.tolist() == [0, 0]
 
 
+def test_values_that_hold_meanwhile_end_with_the_scope_also_by_an_error_and_leave_other_writes() -> None:
+    array, txn = np.zeros(3, dtype=np.int64), Txn()
+    with txn.trial():
+        with pytest.raises(RuntimeError), txn.meanwhile(array, {0: 4, 1: 4}):
+            txn.set(array, 2, 1)
+            with txn.meanwhile(array, {0: 0}):
+                assert array.tolist() == [0, 4, 1]
+            assert array.tolist() == [4, 4, 1]
+            raise RuntimeError
+        assert array.tolist() == [0, 0, 1]
+    assert array.tolist() == [0, 0, 0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.booleans()), max_size=8))
 def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: list[tuple[int, int, bool]]) -> None:
     s = state(node("a"), node("b"), node("c"))

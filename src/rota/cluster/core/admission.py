@@ -372,6 +372,15 @@ def with_spares(wait: Wait, spares: list[NodeId]) -> Wait:
     return replace(wait, text=text.strip(), fields={**wait.fields, "spares": spares})
 
 
+def with_held_back(wait: Wait, others: Sequence[JobId], *, until_round: bool) -> Wait:
+    """A verdict on a job for which these are not stopped, as they were stopped for it or it was for them."""
+    names = ", ".join(others[:NAMED_MAX])
+    until = "the next round" if until_round else "a job arrives or ends, or a node changes"
+    text = f"{wait.text or wait.reason.info.text} It waits for {names}: one was stopped for the other already, and so"
+    text = f"{text} neither is stopped again until {until}."
+    return replace(wait, text=text, fields={**wait.fields, "held_back_by": list(others)})
+
+
 def hardest(shape: Shape) -> Slot:
     """The slot that asks most: devices, then a share, then cores, then memory."""
     return max(shape.slots, key=lambda s: (s.gpus, s.milli, s.cpu_milli, s.mem))

@@ -11,6 +11,7 @@ from rota.cluster.core.admission import (
     NAMED_MAX,
     waits_because,
     waits_for_preemption,
+    with_held_back,
     with_spares,
 )
 from rota.cluster.core.age_bound import AgeBound
@@ -134,6 +135,7 @@ class _Pass:
         self.sharing, self.joins, self.shared = profile.sharing, True, False
         self.tried = self.sets = self.vain = 0
         self.overtaken = set[JobId]()
+        self.held_back: dict[JobId, tuple[JobId, ...]] = {}
         self.age_bound = AgeBound(state, txn, profile, now, self._excluding)
         self.tries_max = state.memory.tries_max(profile.candidates_max)
 
@@ -224,6 +226,8 @@ class _Pass:
         if not row.has_reason(wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, RememberedRefusal) else wait
             if not row.has_reason(wait.reason):
+                if others := self.held_back.get(row.ask.id):
+                    wait = with_held_back(wait, others, until_round=self.profile.round_s > 0)
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
 
@@ -292,21 +296,16 @@ class _Pass:
 
         Asked for another job in between, it is that one's nodes alone.
         """
-        state, outer = self.state, self.excluded
-        for place, health in outer.items():
-            self.txn.set(state.node_health, place, health)
+        health, outer = self.state.node_health, self.excluded
         spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
-        places = [*spares, *(state.node_row[node] for node in row.ask.avoid if node in state.node_row)]
-        healths = {place: int(state.node_health[place]) for place in places}
-        for place in healths:
-            self.txn.set(state.node_health, place, LOST)
-        self.excluded = healths
-        yield spares
-        self.excluded = outer
-        for place, health in healths.items():
-            self.txn.set(state.node_health, place, health)
-        for place in outer:
-            self.txn.set(state.node_health, place, LOST)
+        places = [*spares, *(self.state.node_row[node] for node in row.ask.avoid if node in self.state.node_row)]
+        with self.txn.meanwhile(health, outer):
+            self.excluded = {place: int(health[place]) for place in places}
+            with self.txn.meanwhile(health, dict.fromkeys(places, LOST)):
+                try:
+                    yield spares
+                finally:
+                    self.excluded = outer
 
     def _start_anywhere(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal | None:
         """Start the job, or say why not; ``key`` is that of its place."""
@@ -457,7 +456,8 @@ class _Pass:
                 chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)
         if held is not None:
             return self._claim(row, stopping, held)
-        if not chosen or self._was_stopped_for(row, chosen) or not self._would_start(row, stopping, chosen):
+        others = self.held_back[row.ask.id] = self._in_a_circle(row, chosen) if chosen else ()
+        if not chosen or others or not self._would_start(row, stopping, chosen):
             if chosen and profile.promises and self._is_covered(row.ask.id):
                 self.overtaken.add(row.ask.id)
             if victims is not None and self.until is None:
@@ -487,8 +487,8 @@ class _Pass:
             self.tentative.keep(victim.to)
         return wait
 
-    def _was_stopped_for(self, row: LiveJob, chosen: Sequence[Victim]) -> bool:
-        """Whether stopping these would close a circle: the job was stopped for one of them, or they were for the job.
+    def _in_a_circle(self, row: LiveJob, chosen: Sequence[Victim]) -> tuple[JobId, ...]:
+        """The jobs for which these are not stopped: the job was stopped for them, or they all were for the job before.
 
         Who was stopped for whom stays a strict order until something happens that decisions do not cause; where jobs
         take turns, until the next round.
@@ -496,12 +496,11 @@ class _Pass:
         begin = self.now // round_s * round_s if (round_s := self.profile.round_s) else 0.0
         pairs = {pair for pair, at in self.state.stopped_for.items() if at >= begin}
         before = found = {row.ask.id, row.ask.key[0]}  # a log names the job that a part is of
-        if all(pairs & {(victim.job, one) for one in before} for victim in chosen):
-            return True
-        while found:
+        again = all(pairs & {(victim.job, one) for one in before} for victim in chosen)
+        while found and not again:
             found = {other for job, other in pairs if job in found} - before
             before = before | found
-        return any(victim.job in before for victim in chosen)
+        return tuple(victim.job for victim in chosen if again or victim.job in before)
 
     def _would_start(self, row: LiveJob, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.

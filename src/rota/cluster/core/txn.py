@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,6 +100,18 @@ class Txn:
     def trial(self) -> Scope:
         """A nested scope, undone at its end unless ``keep`` was called in it."""
         return Scope(self)
+
+    @contextmanager
+    def meanwhile(self, array: NDArray[np.integer], values: Mapping[int, int]) -> Generator[None]:
+        """These elements have these values meanwhile; other writes made in it stay. Scopes nest."""
+        before = {index: int(array[index]) for index in values}
+        for index, value in values.items():
+            self.set(array, index, value)
+        try:
+            yield
+        finally:
+            for index, value in before.items():
+                self.set(array, index, value)
 
     @property
     def changes(self) -> int:

@@ -142,9 +142,9 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
         assert "block" in asked.result(LIMIT_S)
         left = await instance.call(head("d", "leave", loop_epoch=5))
         assert isinstance(left, Refusal) and left.kind == "failed" and "SystemExit: 3" in left.text
+        await asyncio.to_thread(instance._control.close)
 
     asyncio.run(main())
-    instance._control.close()
 
 
 class Counted(Workload):
@@ -198,9 +198,9 @@ def test_a_call_that_comes_again_after_its_answer_was_forgotten_is_refused_and_d
         assert body._formed.object.runs == 4
         reported = instance._failure is not None
         assert reported is (name == "commit"), "only after a commit operation the job has to go back"
+        await asyncio.to_thread(instance._control.close)
 
     asyncio.run(main())
-    instance._control.close()
 
 
 def test_a_cancelled_call_ends_its_operation_and_the_next_one_runs(
@@ -222,9 +222,9 @@ def test_a_cancelled_call_ends_its_operation_and_the_next_one_runs(
         assert body._formed.object.cancelled and body._formed.active == 0
         assert instance._failure is None, "it is no failure of the instance"
         assert await instance.call(["b", "count", 1, 1, {}, True]) == 1
+        await asyncio.to_thread(instance._control.close)
 
     asyncio.run(main())
-    instance._control.close()
 
 
 class Stateful(Workload):
@@ -255,9 +255,9 @@ def test_a_checkpoint_lies_in_the_home_of_the_machine_that_writes_it_and_old_one
             folder = str(theirs / f"step-{n}.e1")
             answer = await instance.save(n=n, epoch=1, loop_epoch=1, edges=(), folder=folder)
             assert answer["answer"] == "done"
+        await asyncio.to_thread(instance._control.close)
 
     asyncio.run(main())
-    instance._control.close()
     there = sorted(one.name for one in (tmp_path / "mine" / "checkpoints" / JOB).iterdir())
     keep = Checkpoint().keep
     assert there == [f"step-{n}.e1" for n in range(9 - keep - 1, 9)], "one more than are kept: the last may be in work"
@@ -434,3 +434,26 @@ def test_what_is_given_to_a_loop_in_its_last_step_is_begun_and_cancelled() -> No
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ended == ["cancelled"]
+
+
+def test_nothing_of_a_loop_runs_after_it_was_closed() -> None:
+    thread, began, ended = EventLoopThread("t"), threading.Event(), threading.Event()
+
+    def step() -> None:
+        began.set()
+        time.sleep(0.2)
+        ended.set()
+
+    thread.submit(thread.do(step))
+    assert began.wait(LIMIT_S)
+    thread.close()
+    assert ended.is_set() and not thread._thread.is_alive()
+    thread.close()
+
+
+def test_a_loop_that_takes_another_gives_work_to_that_and_ends_its_own() -> None:
+    own, other = EventLoopThread("own"), EventLoopThread("other")
+    own.adopt(other.loop)
+    own._thread.join(LIMIT_S)
+    assert not own._thread.is_alive() and own.submit(own.do(threading.get_ident)).result(LIMIT_S) == other._thread.ident
+    other.close()

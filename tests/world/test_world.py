@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from dataclasses import replace
@@ -12,7 +13,9 @@ from rota.spec.events import FailoverStarted, JobAdmitted, JobEnded, RolledBack,
 from rota.spec.ids import InstanceId, JobId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
+from rota.testing.memory import VirtualClock
 from tests.real.jobs import deep
+from tests.world import virtual
 from tests.world.bodies import Store
 from tests.world.bugs import BUGS, SHOWN, STOPS, Bug
 from tests.world.kept import keep_seed, kept_seeds
@@ -37,6 +40,26 @@ def test_a_seed_keeps_every_law_and_every_job_ends(seed):
 
 def test_a_seed_gives_the_same_trace_again():
     assert play(7).trace.hexdigest() == play(7).trace.hexdigest()
+
+
+def test_a_world_that_works_for_ever_is_found_and_what_waits_in_it_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(virtual, "STILL_MAX", 1_000)
+    ended = list[str]()
+
+    async def waiting() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("waiting")
+
+    async def main(clock: VirtualClock) -> None:
+        kept = asyncio.create_task(waiting())
+        while not kept.done():
+            await asyncio.sleep(0)
+
+    with pytest.raises(virtual.Stuck, match="1000 rounds"):
+        virtual.run(main)
+    assert ended == ["waiting"]
 
 
 def test_a_master_that_begins_with_a_kept_context_knows_what_the_whole_log_says():

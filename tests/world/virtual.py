@@ -36,6 +36,7 @@ class _Jump(selectors.SelectSelector):
             self._still = 0
             self._clock.advance(timeout)
         elif self._still > STILL_MAX:
+            self._still = 0  # who ends the tasks that are left runs this loop once more
             raise Stuck(f"{STILL_MAX} rounds of work and no time has passed: somebody tries again without a pause")
         return []
 

@@ -25,7 +25,8 @@ class EventLoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
-        threading.Thread(target=self._work, args=(self.loop,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(self.loop,), name=name, daemon=True)
+        self._thread.start()
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -44,8 +45,8 @@ class EventLoopThread:
         What arrives in that loop is then run without a change of threads.
         """
         if loop is not self.loop:
-            self.close()
-            self.loop = loop
+            own, self.loop = self.loop, loop
+            own.call_soon_threadsafe(own.stop)
 
     def submit(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine in this loop; its result comes as a future that any thread may wait for.
@@ -75,9 +76,14 @@ class EventLoopThread:
         return await self.run(call())
 
     def close(self) -> None:
-        """Stop the loop after its present step and cancel what is left in it; the thread ends with it."""
+        """Stop the loop after its present step, cancel what is left in it and wait for its thread, if this is another.
+
+        Nothing of this loop runs afterwards: what it uses can be closed.
+        """
         with contextlib.suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 async def _contained(work: Coroutine[object, object, T]) -> T:

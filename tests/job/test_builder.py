@@ -14,7 +14,7 @@ from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import read_job
 from rota.spec.check import check
 from rota.spec.errors import BadInput, JobFileError
-from rota.spec.job import JobSpec, Near
+from rota.spec.job import Checkpoint, JobSpec, Near
 
 
 class Policy(rota.Workload):
@@ -262,3 +262,69 @@ def test_an_argument_that_the_constructor_or_json_does_not_take_is_refused_where
         rota.Job("learns").role("learner", Learner, args={"lr": 1.0, "rl": 1})
     with pytest.raises(BadInput, match="role 'learner': args are sent as JSON"):
         rota.Job("learns").role("learner", Learner, args={"lr": object()})
+
+
+def test_the_words_of_a_job_file_mean_the_same_in_python() -> None:
+    text = """
+name: a
+time_limit: 2h
+grace: 10s
+packages: numpy
+checkpoint: {every: 10 commits, keep: 2}
+roles:
+  main:
+    run: hostname
+    replicas: {min: 1, max: 4}
+    resources: {cpus: 2, memory: 2GiB}
+    limits: {disk: 1GiB}
+    fail: {restart: role, limit: 2/5m, progress: 1m}
+    apart: self
+"""
+    checkpoint = {"every": "10 commits", "keep": 2}
+    job = rota.Job("a", time_limit="2h", grace="10s", packages="numpy", checkpoint=checkpoint)
+    job.role(
+        "main",
+        run="hostname",
+        replicas={"min": 1, "max": 4},
+        resources={"cpus": 2, "memory": "2GiB"},
+        limits={"disk": "1GiB"},
+        fail={"restart": "role", "limit": "2/5m", "progress": "1m"},
+        apart="self",
+    )
+    assert job.spec() == read_job(text, filename="a.yaml")
+    short = rota.Job("a", time_limit_s=7200.0, grace_s=10.0, packages=("numpy",), checkpoint=Checkpoint(**checkpoint))
+    short.role(
+        "main",
+        run="hostname",
+        n=(1, 4),
+        res=rota.Res(cpus=2, memory="2GiB"),
+        limits=rota.Limits(disk="1GiB"),
+        fail=rota.Fail(restart="role", limit="2/5m", progress="1m"),
+        apart="self",
+    )
+    assert short.spec() == job.spec()
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_role", "said"),
+    [
+        ({"time_limt": "2h"}, {}, "a job has no field 'time_limt' (did you mean 'time_limit'?)"),
+        ({"time_limit": 600}, {}, "time_limit=600 has no unit (write time_limit='600s', or time_limit_s=600)"),
+        ({"time_limit": "2h", "time_limit_s": 7200}, {}, "give time_limit or time_limit_s, not both"),
+        ({"roles": {}}, {}, "roles of a job are declared one by one in Python (use job.role(NAME, ...))"),
+        ({"replicas": 2}, {}, "replicas is a field of a role, not of a job (write job.role(NAME, replicas=...))"),
+        ({"checkpoint": {"evry": 1}}, {}, "checkpoint has no field 'evry' (did you mean 'every'?)"),
+        ({}, {"replica": 2}, "role 'main' has no field 'replica' (did you mean 'replicas'?)"),
+        ({}, {"replicas": "2"}, "role 'main': replicas='2' (a number, or (min, max))"),
+        ({}, {"replicas": 2, "n": 2}, "role 'main': replicas and n are the same; give one of them"),
+        ({}, {"resources": {"gpu": 1}}, "resources of role 'main' has no field 'gpu' (did you mean 'gpus'?)"),
+        ({}, {"resources": {"memory": "2G"}}, "role 'main': resources: '2G' is not a size with a unit; write 2GiB"),
+        ({}, {"fail": {"limt": "3/10m"}}, "fail of role 'main' has no field 'limt' (did you mean 'limit'?)"),
+    ],
+)
+def test_a_wrong_word_in_python_is_named_with_the_right_one(
+    fields: dict[str, object], of_role: dict[str, object], said: str
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        rota.Job("a", **fields).role("main", run="hostname", **of_role)  # pyright: ignore[reportArgumentType] - wrong on purpose
+    assert str(refused.value) == said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,42 @@ def test_the_first_screen_has_ten_verbs_and_a_first_job_that_can_be_typed_as_it_
     [
         (["join"], "join needs an ADDRESS\n      see: rota join --help"),
         (["sim", "run", "--profile", "fifo", "/x"], "no further argument: /x\n      see: rota sim run --help"),
+        (
+            ["run", "sh", "train.py"],
+            "further argument: train.py\n      write a command after '--': rota run -- sh train.py",
+        ),
+        (["run", "--gpus", "1", "sh", "-x"], "write a command after '--': rota run --gpus 1 -- sh -x"),
+        (["show", "trainer/0"], "no job 'trainer/0': an id has no '/'\n      the job comes first, then ROLE/N"),
+        (["user", "list"], "rota user list: not understood\n      use: rota user ls"),
+        (["nodes", "resume", "n1"], "use: rota nodes undrain NODE"),
+        (["nodes", "ls"], "use: rota nodes\n"),
+        (["secret", "get", "KEY"], "a secret cannot be read back\n      rota secret ls"),
+        (["secret", "put"], "use: rota secret set NAME"),
+        (["token", "delete"], "use: rota token rm ID"),
+        (["webhook", "create"], "use: rota webhook add URL"),
+        (["queues", "update"], "use: rota queues apply FILE"),
+        (["alerts", "acknowledge"], "use: rota alerts ack ID"),
+        (["nodes", "frob", "n1"], "there is: rota nodes, rota nodes show NODE"),
         (["sim", "compare", "--profiles"], "see: rota sim compare --help"),
     ],
 )
-def test_a_mistyped_command_is_told_the_help_of_its_own_verb(typed: list[str], says: str) -> None:
+def test_a_mistyped_command_names_what_was_meant_or_the_help_of_its_own_verb(typed: list[str], says: str) -> None:
     done = rota(*typed)
     assert done.status == 2 and says in done.err, done.err
+
+
+@pytest.mark.slow
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv=['rota','help','all'];\n"
+        "from rota.service.cli import app\n"
+        "try:\n app.main()\nexcept SystemExit: pass\n"
+        "heavy={'torch','ray','fastapi','sqlalchemy','httpx','numpy','pydantic','ruamel.yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
+    assert done.stderr.strip() == "[]"
+    assert done.stdout.index("Service") < done.stdout.index("Jobs") < done.stdout.index("Tools")
 
 
 def test_verbose_prints_each_request_and_no_more_on_stdout(tmp_path: Path) -> None:

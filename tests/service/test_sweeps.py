@@ -318,6 +318,7 @@ roles: {main: {run: [echo, 'a b'], replicas: {min: 1, max: 2}, resources: {gpus:
 
 def test_a_clone_is_the_job_as_it_is_now_with_changes_and_in_no_sweep(tmp_path: Path) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        (tmp_path / "code").mkdir()
         await service.submit(CLONED, workdir=str(tmp_path))
         assert (await ask("set", "first-1", "priority=30")).status == 0
         made = await ask("clone", "first-1", "--set", "env.B=y", "-n", "second", "--json")

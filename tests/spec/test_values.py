@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from rota.spec.ids import InstanceId, RoleName
@@ -19,6 +21,23 @@ def test_a_size_with_a_unit_is_bytes(text: str, size_bytes: int) -> None:
 def test_a_bare_number_is_no_size_and_the_error_suggests_a_unit() -> None:
     with pytest.raises(ValueError, match="512MiB or 512GiB"):
         parse_size("512")
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "meant"),
+    [
+        *((parse_size, text, "2GiB") for text in ("2G", "2Gi", "2gi")),
+        *((parse_duration, text, "10m") for text in ("10min", "10 minutes", "10M", "10mins")),
+        (parse_duration, "1hour30min", "1h30m"),
+        (parse_duration, "2days", "2d"),
+    ],
+)
+def test_a_unit_as_others_write_it_names_the_one_that_is_read(
+    read: Callable[[str], float], text: str, meant: str
+) -> None:
+    with pytest.raises(ValueError, match=f"write {meant}$"):
+        read(text)
+    assert read(meant) > 0
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1GiB", "1 GiB 2", "1 parsec"])

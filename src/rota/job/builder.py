@@ -19,8 +19,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,96 @@ from rota.job.inspect import not_while_imported
 from rota.job.workload import FLOW, F, interface_of
 from rota.spec import job as model
 from rota.spec.codec import JsonObject
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, nearest
 from rota.spec.ids import NAME_PATTERN, RoleName
 from rota.spec.resources import Limits as SpecLimits
 from rota.spec.resources import Res as SpecRes
 from rota.spec.resources import parse_duration, parse_size
 
 Replicas = int | tuple[int, int]
+
+_SECONDS = {"time_limit": "time_limit_s", "idle_limit": "idle_limit_s", "grace": "grace_s"}
+"""Field of a job file to the one of the spec; the file, and a text here, has a unit."""
+_BY_CALL = {
+    "roles": "job.role(NAME, ...)",
+    "edges": "job.flow(...)",
+    "streams": "job.stream(NAME, ...)",
+    "weights": "job.weights(WRITER, READER)",
+}
+"""What a job file has in one mapping and Python declares by a call each."""
+_JOB = frozenset(one.name for one in fields(model.JobSpec)) - {*_BY_CALL, "name", "run_as", "spec_version"}
+_ROLE = frozenset(one.name for one in fields(model.RoleSpec)) - {
+    *("name", "replicas_min", "replicas_max", "elastic_axis", "interface", "plans", "start", "shell"),
+    *("workload", "args", "run", "mesh", "res", "fail", "env", "apart"),
+}
+_ALSO = {"replicas": "n", "resources": "res"}
+"""Field of a role in a job file to the argument that is the same."""
+_SEVERAL = ("packages", "ports", "secrets", "start_after", "collocate")
+_FAIL = frozenset(one.name for one in fields(model.Fail)) - {"limit_n", "limit_window_s", "progress_s", "backoff_s"}
+_FAIL_WORDS = ("limit", "progress", "backoff")
+
+
+def _known(what: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raises BadInput for the first name of ``given`` that is not ``known``."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            raise BadInput(f"{what} has no field {name!r}", hint=nearest(name, names, "fields"))
+
+
+def _job_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a job, in the words of the spec or of a job file, as fields of the spec."""
+    for name in given:
+        if name in _BY_CALL:
+            raise BadInput(f"{name} of a job are declared one by one in Python", hint=f"use {_BY_CALL[name]}")
+        if name in {*_ROLE, *_ALSO} - _JOB:
+            raise BadInput(f"{name} is a field of a role, not of a job", hint=f"write job.role(NAME, {name}=...)")
+    _known("a job", given, _JOB | set(_SECONDS))
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        field = _SECONDS.get(name, name)
+        if field in given and field != name:
+            raise BadInput(f"give {name} or {field}, not both")
+        if field != name and not isinstance(value, str):
+            raise BadInput(f"{name}={value!r} has no unit", hint=f"write {name}='{value}s', or {field}={value!r}")
+        made[field] = parse_duration(value) if field != name else _several(name, value)
+    if isinstance(made.get("checkpoint"), Mapping):
+        _known("checkpoint", made["checkpoint"], (one.name for one in fields(model.Checkpoint)))
+        made["checkpoint"] = model.Checkpoint(**made["checkpoint"])
+    return made
+
+
+def _made(role: str, field: str, value: Any, make: Callable[..., Any]) -> Any:
+    """A part of a role that is written as a job file has it, a mapping; a value that is made already as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    names = dict.fromkeys(inspect.signature(make).parameters)
+    _known(f"{field} of role {role!r}", value, {*_FAIL, *_FAIL_WORDS} if make is Fail else names)
+    try:
+        return make(**value)
+    except ValueError as error:
+        raise BadInput(f"role {role!r}: {field}: {error}") from None
+
+
+def _replicas(role: str, value: Any) -> Replicas:
+    """``2``, ``(1, 4)`` or ``{"min": 1, "max": 4}``."""
+    if isinstance(value, Mapping):
+        _known(f"replicas of role {role!r}", value, ("min", "max"))
+        value = value.get("min", 1), value.get("max", value.get("min", 1))
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, int) or (isinstance(value, tuple) and len(value) == 2):
+        return value
+    raise BadInput(f"role {role!r}: replicas={value!r}", hint="a number, or (min, max)")
+
+
+def _several(field: str, value: Any) -> Any:
+    """A list as the spec has it; one of several alone, as a job file may write it."""
+    if field in _SEVERAL and isinstance(value, str | Role):
+        value = [value]
+    if field == "collocate":
+        return tuple(_near(one) if isinstance(one, str | Role) else one for one in value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
@@ -55,12 +138,13 @@ def Fail(
     state: str = "shadow",
     progress: str = "5m",
     backoff: str = "0s",
-    **fields: Any,
+    **more: Any,
 ) -> model.Fail:
     """A failure contract as a job file writes it: ``limit`` is ``N/WINDOW``, lists are joined by ``|``.
 
     Further fields are those of ``rota.spec.job.Fail``. Raises BadInput or ValueError for another form.
     """
+    _known("a failure contract", more, {*_FAIL, *_FAIL_WORDS})
     count, sep, window = limit.partition("/")
     if not sep or not count.strip().isdigit():
         raise BadInput(f"limit {limit!r} is not N/WINDOW, for example 3/10m")
@@ -72,7 +156,7 @@ def Fail(
         state=tuple(part.strip() for part in state.split("|") if part.strip()),  # pyright: ignore[reportArgumentType] - checked by the service
         progress_s=parse_duration(progress),
         backoff_s=parse_duration(backoff),
-        **fields,
+        **more,
     )
 
 
@@ -148,6 +232,10 @@ def _json_of(role: str, args: Mapping[str, object]) -> JsonObject:
         raise BadInput(f"role {role!r}: args are sent as JSON: {error}", hint=hint) from None
 
 
+def _near(role: Role | str) -> model.Near:
+    return model.Near(role=role if isinstance(role, str) else role.name)
+
+
 class Group:
     """Parts of one role under a common name: ``Group(job, "rollout").role("decode", ...)`` is ``rollout.decode``."""
 
@@ -161,7 +249,10 @@ class Group:
 
 
 class Job:
-    """Builds a JobSpec step by step; keyword arguments are the top-level fields of the job file."""
+    """Builds a JobSpec step by step; keyword arguments are the top-level fields of the job file.
+
+    ``time_limit="2h"`` is ``time_limit_s=7200``. Raises BadInput for a field that a job does not have.
+    """
 
     def __init__(self, name: str, *, backend: str = "ray", **fields: Any) -> None:
         if not NAME_PATTERN.match(name):
@@ -171,6 +262,7 @@ class Job:
         for key in ("env", "labels"):
             if isinstance(fields.get(key), Mapping):
                 fields[key] = tuple(sorted(fields[key].items()))
+        fields = _job_fields(fields)
         given = fields.pop("after", ())
         after = [given] if isinstance(given, str) or hasattr(given, "id") else given
         self.backend = backend
@@ -190,21 +282,34 @@ class Job:
         n: Replicas | None = None,
         mesh: Mapping[str, int | str] | None = None,
         res: SpecRes | None = None,
-        fail: model.Fail | None = None,
+        fail: model.Fail | Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         share: Role | None = None,
-        apart: Role | Sequence[Role] = (),
+        apart: Role | str | Sequence[Role | str] = (),
         **fields: Any,
     ) -> Role:
         """Declare a role of a class, function or import path, or of a command (``run``).
 
         ``args`` are those of the constructor of the class, values of JSON by name. ``n`` is the number of instances or
         (min, max); ``mesh`` gives it by its product, but for the one axis of size ``"*"``, which changes with it.
-        ``share`` is a device lease with another role, ``apart`` other devices than those of another role. Raises
-        BadInput for a contradiction.
+        ``share`` is a device lease with another role, ``apart`` other devices than those of another role. The words of
+        a job file mean the same: ``replicas`` is ``n``, ``resources`` is ``res``, and those, ``limits`` and ``fail``
+        may be mappings. Raises BadInput for a contradiction.
         """
         if any(each.name == name for each in self._spec.roles):
             raise BadInput(f"role {name!r} is declared twice")
+        given = {"n": n, "res": res}
+        for word, same in _ALSO.items():
+            if word in fields and given[same] is not None:
+                raise BadInput(f"role {name!r}: {word} and {same} are the same; give one of them")
+        n = _replicas(name, fields.pop("replicas")) if "replicas" in fields else n
+        res = _made(name, "resources", fields.pop("resources", res), Res)
+        contract = _made(name, "fail", fail, Fail)
+        _known(f"role {name!r}", fields, {*_ROLE, *_ALSO})
+        for word, make in (("limits", Limits), ("model", model.TrainedModel)):
+            if word in fields:
+                fields[word] = _made(name, word, fields[word], make)
+        fields = {word: _several(word, value) for word, value in fields.items()}
         if share is not None and n is None and not mesh:  # as many as the devices they take turns on
             n = (share.spec.replicas_min, share.spec.replicas_max)
         least, most, sizes, elastic = _sizes(name, n, mesh or {})
@@ -224,12 +329,12 @@ class Job:
             mesh=sizes,
             elastic_axis=elastic,
             res=res or SpecRes(),
-            fail=fail or model.Fail(),
+            fail=contract or model.Fail(),
             env=tuple(sorted((env or {}).items())),
             interface=interface,
             **{
                 "collocate": near,
-                "apart": tuple(model.Near(role=each.name) for each in ([apart] if isinstance(apart, Role) else apart)),
+                "apart": tuple(map(_near, [apart] if isinstance(apart, Role | str) else apart)),
                 **fields,
             },
         )
@@ -367,7 +472,7 @@ def spmd(
     check: str = "quick",
     name: str | None = None,
     res: SpecRes | None = None,
-    fail: model.Fail | None = None,
+    fail: model.Fail | Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Job:
     """A job of one unmodified training script in ``nproc`` ranks, each an instance with torchrun's environment.
@@ -375,11 +480,14 @@ def spmd(
     ``elastic`` = (fewest, most) ranks, ``nproc`` or what it means among them: the world begins with what is free,
     shrinks and grows. ``check`` is the node check before the start.
     """
+    if "replicas" in fields:
+        raise BadInput("spmd has no replicas", hint="give nproc, and elastic=(min, max) where that may change")
+    own = {word: fields.pop(word) for word in ("resources",) if word in fields}
     job = Job(name or Path(script).stem.replace("_", "-"), **fields)
     least, most = elastic or (nproc, nproc)
     if not least <= nproc <= most and nproc != 1:
         raise BadInput(f"nproc {nproc} lies outside elastic {elastic}")
-    contract = replace(fail or model.Fail(), check=check)  # pyright: ignore[reportArgumentType] - checked by the service
+    contract = replace(_made("main", "fail", fail, Fail) or model.Fail(), check=check)  # pyright: ignore[reportArgumentType] - checked by the service
     job.role(
         "main",
         run=("python", script, *args),
@@ -387,5 +495,6 @@ def spmd(
         mesh={"dp": "*" if elastic else nproc},
         res=res,
         fail=contract,
+        **own,
     )
     return job

@@ -25,7 +25,7 @@ from typing import (
 )
 from urllib.parse import quote
 
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, UnknownName
 
 if TYPE_CHECKING:
     from rota.service.models.accounts import (
@@ -165,7 +165,9 @@ def _named(kind: str, name: str) -> str:
 
 
 def job_path(job: str, part: str = "") -> str:
-    """``/jobs/<id>[/part]`` with the id quoted."""
+    """``/jobs/<id>[/part]`` with the id quoted. Raises UnknownName for what names an instance."""
+    if "/" in job:
+        raise UnknownName(f"no job {job!r}: an id has no '/'", hint="the job comes first, then ROLE/N")
     return _named("jobs", job) + (f"/{part}" if part else "")
 
 

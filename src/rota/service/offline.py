@@ -128,7 +128,7 @@ def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = Non
     """Look at the queue of a job that was read, where the ``queues`` that take jobs are known, and in a child process
     at its workloads. Raises JobFileError with every mistake.
     """
-    from rota.service.control.submission import with_interfaces
+    from rota.service.control.submission import check_workdir, with_interfaces
     from rota.service.jobfile.reader import placed
     from rota.spec.check import Finding, image_refused
     from rota.spec.errors import JobFileError, nearest
@@ -142,6 +142,7 @@ def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = Non
     if not given.ignore_image:
         wrong += placed(image_refused(spec), given.source, filename=given.filename, sets=given.sets)
     try:
+        check_workdir(spec, given)
         asyncio.run(with_interfaces(spec, given))
     except JobFileError as error:
         raise JobFileError((*wrong, *error.problems), hint=error.hint, **error.fields) from None

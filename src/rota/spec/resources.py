@@ -20,8 +20,12 @@ _SIZE_UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_BINARY = re.compile(r"^([KMGT])I?$")
+"""``2G`` and ``2Gi`` are how others write 2GiB."""
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*$")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_WORDS = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)")
+_LONG_UNITS = {"sec": "s", "second": "s", "min": "m", "minute": "m", "hr": "h", "hour": "h", "day": "d"}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
@@ -31,8 +35,8 @@ def parse_size(text: str) -> int:
     if match is None or match.group(2).upper() not in _SIZE_UNITS:
         bare = text.strip()
         hint = f"; write {bare}MiB or {bare}GiB" if bare.replace(".", "", 1).isdigit() else "; for example 512MiB"
-        if match is not None and f"{match.group(2).upper()}IB" in _SIZE_UNITS:
-            hint = f"; write {match.group(1)}{match.group(2).upper()}iB"
+        if match is not None and (unit := _BINARY.match(match.group(2).upper())):
+            hint = f"; write {match.group(1)}{unit.group(1)}iB"
         raise ValueError(f"{text!r} is not a size with a unit{hint}")
     return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
 
@@ -43,8 +47,22 @@ def parse_duration(text: str) -> float:
     parts = _DURATION_PART.findall(compact)
     if not parts or "".join(number + unit for number, unit in parts) != compact:
         hint = f"; write {compact}s or {compact}m" if compact.isdigit() else "; for example 90s, 5m, 8h, 2d"
+        if short := _in_short_units(compact):
+            hint = f"; write {short}"
         raise ValueError(f"{text!r} is not a duration with a unit{hint}")
     return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+
+
+def _in_short_units(compact: str) -> str:
+    """``10min`` and ``1hour30minutes`` with the units that are read; empty for what is not a duration in words."""
+    words = _DURATION_WORDS.findall(compact)
+    units = [
+        unit.lower() if unit.lower() in _DURATION_UNITS else _LONG_UNITS.get(unit.lower().rstrip("s"))
+        for _, unit in words
+    ]
+    if not all(units) or "".join(number + unit for number, unit in words) != compact:
+        return ""
+    return "".join(f"{number}{unit}" for (number, _), unit in zip(words, units, strict=True))
 
 
 def types_of(gpu_type: str | None) -> tuple[str, ...]:

@@ -7,12 +7,15 @@ import inspect
 import os
 import re
 import select
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from io import TextIOWrapper
 from itertools import dropwhile, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rota.service.cli.output import Form, form_of, terminal_for
@@ -298,7 +301,14 @@ def _plain(exc: Any) -> str:
 def _hint(words: Sequence[str]) -> str:
     named = list(dropwhile(lambda word: word not in VERBS and word not in FAMILIES, words))
     verb = _chosen(named) or " ".join(named[:1])
+    program = next((at for at, word in enumerate(named) if at and _is_program(word)), 0)
+    if verb == "run" and program and "--" not in named:
+        return f"write a command after '--': rota {shlex.join([*named[:program], '--', *named[program:]])}"
     return f"see: rota {verb} --help" if verb else "see: rota --help"
+
+
+def _is_program(word: str) -> bool:
+    return not word.startswith("-") and not Path(word).exists() and shutil.which(word) is not None
 
 
 def _leave(number: int, _: Any) -> None:

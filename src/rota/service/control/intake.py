@@ -29,6 +29,7 @@ from rota.service.control.submission import (
     Submission,
     check_image,
     check_urls,
+    check_workdir,
     with_interfaces,
     with_stores,
     workdir_of,
@@ -263,6 +264,7 @@ class Intake:
         spec = await self._read(given)
         self._check_right(spec, caller)
         check_image(spec, given)
+        check_workdir(spec, given)
         spec = with_stores(spec, given, self._stores)
         await asyncio.to_thread(check_urls, spec, given)
         if caller is not None:  # without a service there are no other jobs, and no queues with users

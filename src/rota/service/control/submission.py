@@ -73,6 +73,15 @@ def workdir_of(spec: JobSpec, given: Submission) -> str:
     return str(base / spec.workdir) if spec.workdir else str(base)
 
 
+def check_workdir(spec: JobSpec, given: Submission) -> None:
+    """Raises JobFileError for a ``workdir`` of the file that is not a folder of this machine."""
+    folder = workdir_of(spec, given)
+    if spec.workdir and folder and not Path(folder).is_dir():
+        text = f"{folder} is not a folder on the machine of the service"
+        fault = Finding(path=("workdir",), message=text, hint="give the folder of the code", code="BAD_TYPE")
+        raise JobFileError(placed((fault,), given.source, filename=given.filename, sets=given.sets))
+
+
 def check_image(spec: JobSpec, given: Submission) -> None:
     """Raises JobFileError for an image that was not said to be ignored."""
     if not given.ignore_image and (found := image_refused(spec)):

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.formatting import ago_s, clock_time
+from rota.service.cli.verbs.formatting import ago_s, clock_time, not_understood
 from rota.service.models.jobs import JobDocument
 from rota.spec.errors import BadInput, UnknownName
 
@@ -37,7 +37,7 @@ def user(
     terminal = flags.terminal()
     with flags.client() as client:
         if not name or action not in ("create", "rm"):
-            raise BadInput(f"rota user {action} {name}".rstrip() + ": not understood", hint="rota user create NAME")
+            raise not_understood(["user", action, name], {"create": "NAME", "ls": "", "rm": "NAME"})
         if action == "rm":
             done = client.accounts.remove_user(name)
         else:
@@ -89,7 +89,7 @@ def token(
         return flags.show(lambda: _in_use(flags), lambda term, document: term.line(document["token"]))
     terminal = flags.terminal()
     if action not in ("create", "ls", "rm") or (action == "rm" and not id_):
-        raise BadInput(f"rota token {action} {id_}".rstrip() + ": not understood", hint="rota token create, ls, rm ID")
+        raise not_understood(["token", action, id_], {"create": "", "ls": "", "rm": "ID"})
     with flags.client() as client:
         if action == "create":
             made = client.accounts.make_token(user=user, name=name, role=role, queue=queue, ttl_s=ago_s(ttl))
@@ -141,7 +141,10 @@ def secret(
     rota secret set API_KEY < key.txt
     """
     if action not in ("set", "ls", "rm") or (action != "ls" and not name):
-        raise BadInput(f"rota secret {action} {name}".rstrip() + ": not understood", hint="rota secret set NAME")
+        if action in ("get", "show", "cat"):
+            hint = "rota secret ls lists the names; a job that names it ('secrets: [NAME]') sees the value"
+            raise BadInput(f"rota secret {action} {name}".rstrip() + ": a secret cannot be read back", hint=hint)
+        raise not_understood(["secret", action, name], {"set": "NAME", "ls": "", "rm": "NAME"})
     if action == "ls":
         return flags.answer(lambda client: client.accounts.secrets(), SECRETS)
     if action == "rm":
@@ -279,7 +282,7 @@ def webhook(
     """
     terminal = flags.terminal()
     if action not in ("add", "ls", "rm") or (action != "ls" and not what):
-        raise BadInput(f"rota webhook {action} {what}".rstrip() + ": not understood", hint="rota webhook add URL")
+        raise not_understood(["webhook", action, what], {"add": "URL", "ls": "", "rm": "ID"})
     with flags.client() as client:
         if action == "add":
             made = client.accounts.make_webhook(what, on=on or (), queue=queue)

@@ -11,8 +11,17 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, shortened, size
-from rota.spec.errors import BadInput
+from rota.service.cli.verbs.formatting import (
+    age,
+    ago_s,
+    amount,
+    clock_time,
+    lasting,
+    not_understood,
+    promise,
+    shortened,
+    size,
+)
 from rota.spec.resources import counted, format_size
 
 if TYPE_CHECKING:
@@ -55,7 +64,7 @@ def nodes(
         terminal.show(usage, lambda term: _node_page(term, status, usage))
         return 0
     if action and (action not in ACTIONS or not node):
-        raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
+        raise not_understood(["nodes", action, node], {"": "", **dict.fromkeys(("show", *ACTIONS), "NODE")})
     if not action:
         return flags.answer(lambda client: client.nodes(), NODES)
     with flags.client() as client:
@@ -86,7 +95,7 @@ def alerts(
     rota alerts ack recovered:ppo-3:1 --note "known driver fault"
     """
     if action and (action != "ack" or not alert):
-        raise BadInput(f"rota alerts {action} {alert}".rstrip() + ": not understood", hint="rota alerts ack ID")
+        raise not_understood(["alerts", action, alert], {"": "", "ack": "ID"})
     return flags.answer(lambda client: client.acknowledge(alert, note=note) if action else client.alerts(), ALERTS)
 
 
@@ -227,7 +236,7 @@ def queues(
     rota queues apply queues.yaml --dry-run
     """
     if action and (action != "apply" or not file):
-        raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
+        raise not_understood(["queues", action], {"": "", "apply": "FILE"})
     if not action:
         return flags.answer(lambda client: client.queues(), QUEUES)
     from rota.service.api import read_file

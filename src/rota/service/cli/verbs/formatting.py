@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypedDict
 
 from rota.service.cli.shell import now
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, did_you_mean
 from rota.spec.resources import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -97,6 +97,34 @@ def resources(raw: Resources) -> str:
     if raw.get("memory_bytes"):
         parts.append(size(raw["memory_bytes"]))
     return ", ".join(parts)
+
+
+_SAME = (
+    {"", "ls", "list", "get", "all"},
+    {"rm", "remove", "delete", "del", "revoke"},
+    {"create", "add", "new", "set", "put", "make"},
+    {"show", "describe", "info", "get"},
+    {"undrain", "uncordon", "resume", "enable", "return"},
+    {"drain", "disable", "down", "evict"},
+    {"apply", "set", "edit", "update", "replace", "create"},
+    {"ack", "acknowledge", "silence", "resolve"},
+)
+"""Words that mean the same to users of other tools."""
+
+
+def not_understood(words: Sequence[str], usage: Mapping[str, str]) -> BadInput:
+    """The error for an action that a verb does not have, or that lacks its argument: ``words`` as typed after ``rota``.
+
+    ``usage`` has what may follow each action. The hint is the action that was meant, else all of them.
+    """
+    verb, action = words[:2]
+    lines = {one: " ".join(filter(None, ("rota", verb, one, rest))) for one, rest in usage.items()}
+    meant = [one for one in usage if one == action] or [
+        one for one in usage if any({one, action} <= same for same in _SAME)
+    ]
+    meant = meant or [one for one in usage if f"'{one}'" in did_you_mean(action, usage)]
+    hint = f"use: {lines[meant[0]]}" if meant else f"there is: {', '.join(lines.values())}"
+    return BadInput(f"rota {' '.join(filter(None, words))}: not understood", hint=hint)
 
 
 def since_s(text: str) -> float | None:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Terminal
 from rota.service.cli.verbs.formatting import clock_time, since_s
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, UnknownName
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def logs(
         "attempt": attempt,
     }
     with flags.client() as client:
+        if "/" in job:
+            job, filters["instance"] = _job_and_instance(client, job, instance)
         lines = client.logs(job, follow=follow, notice=terminal.note, **filters)
         if terminal.json and not follow:
             pages = list(client.log_pages(job, **filters))
@@ -74,6 +76,17 @@ def logs(
         elif follow:
             _hint_failure(client, terminal, job)
     return 0
+
+
+def _job_and_instance(client: Client, given: str, instance: str) -> tuple[str, str]:
+    """``JOB/ROLE/N``, as exec has it, in two. Raises BadInput where more follows or no job is in front."""
+    job, _, part = given.partition("/")
+    if instance:
+        raise BadInput(f"{given} {instance} names two instances", hint=f"rota logs {job} {part}")
+    try:
+        return client.job(job)["id"], part
+    except UnknownName as exc:
+        raise UnknownName(f"{exc.message}; the job comes first", hint=f"rota logs JOB {given}") from None
 
 
 def _why_nothing(document: Mapping[str, Any], written: bool) -> str:

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.spec.resources import counted
+from rota.spec.errors import BadInput
+from rota.spec.resources import counted, parse_size
 
 NOTHING_FITS = 4
 BAR_WIDTH = 30
@@ -23,7 +24,7 @@ def search(
     model: Annotated[Path, Parameter(help="Model file: native, Hugging Face config.json or Calculon.")],
     hardware: Annotated[str, Parameter(help="Shipped name or hardware file.", show_default=True)] = "a100-80g-dgx",
     gpus: Annotated[int, Parameter(help="Number of devices.")],
-    memory: Annotated[float, Parameter(help="Memory of one device in GiB.")],
+    memory: Annotated[str, Parameter(help="Memory of one device: 80GiB; a number alone is GiB.")],
     batch: Annotated[int, Parameter(help="Sequences per step.")],
     pin: Annotated[str, Parameter(help="Fixed degrees, e.g. tp=8,zero=1.")] = "",
     allow: Annotated[str, Parameter(help="Extend the search: cp (for short sequences), offload.")] = "",
@@ -35,16 +36,17 @@ def search(
 
     Examples
     --------
-    rota plan search --model llama-7b.json --gpus 8 --memory 36 --batch 16
+    rota plan search --model llama-7b.json --gpus 8 --memory 36GiB --batch 16
     """
     from rota.service.plans import search_document
 
     terminal = flags.terminal()
+    memory_gib = _gib(memory)
     document, warnings = search_document(
         model=model,
         hardware=hardware,
         gpus=gpus,
-        memory_gib=memory,
+        memory_gib=memory_gib,
         batch=batch,
         pins=pin,
         allow=allow,
@@ -53,8 +55,20 @@ def search(
     )
     for warning in warnings:
         terminal.note(f"warning: {warning}")
-    terminal.show(document, lambda term: _found(term, document, memory))
+    terminal.show(document, lambda term: _found(term, document, memory_gib))
     return 0 if document["plan"] is not None else NOTHING_FITS
+
+
+def _gib(text: str) -> float:
+    """``80GiB`` or ``80`` in GiB. Raises BadInput."""
+    try:
+        return float(text)
+    except ValueError:
+        pass  # perhaps with a unit
+    try:
+        return parse_size(text) / 2**30
+    except ValueError as exc:
+        raise BadInput(f"--memory {text}: {exc}") from None
 
 
 def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:

@@ -49,8 +49,7 @@ def run(
     priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None,
     time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = "",
     after: Annotated[
-        list[str] | None,
-        Parameter(help="Start after this job, an id or a name; JOB:ended: however it ends; repeatable."),
+        list[str] | None, Parameter(help="Job (id or name) to start after; JOB:ended; repeatable.")
     ] = None,
     cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = "",
     gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = "",
@@ -87,6 +86,7 @@ def run(
 
     rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
+    _check_workdir(workdir, flags)
     changes = _changes(set_, name, queue, priority, time_limit, env, after)
     body = _body(file, ["sh"] if shell else argv, changes, {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     if shell:
@@ -119,6 +119,15 @@ def run(
         if shell:
             return shell_job(flags, client, handle["id"], argv or ())
         return _watched(flags, client, handle, follow=follow, wait=wait, timeout_s=timeout_s)
+
+
+def _check_workdir(workdir: str, flags: Flags) -> None:
+    """Raises BadInput for a folder that is not here, unless the service is on another machine."""
+    if workdir and not Path(workdir).expanduser().is_dir():
+        from rota.service.http import find_service
+
+        if find_service(flags.server, flags.token).local:
+            raise BadInput(f"--workdir {workdir}: no such folder", hint="give the folder of the code")
 
 
 def _watched(
@@ -222,6 +231,8 @@ def _text(file: str, argv: list[str] | None, changes: list[str], res: Mapping[st
 
         if path.suffix == ".py" or path.suffix == ".ipynb":
             raise BadInput(f"{file} is not a job file", hint=f"rota run -- python {file}")
+        if not path.exists() and shutil.which(file) is not None:
+            raise BadInput(f"{file} is a program, not a job file", hint=f"rota run -- {file}")
         source, name, base = read_file(path), file, path.absolute().parent
         if path.suffix in SCRIPTS:
             from rota.service.jobfile.scripts import script_body

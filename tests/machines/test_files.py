@@ -180,8 +180,9 @@ roles:
 """
     )
     ended = over_two.ended(job)
+    page = over_two.json("logs", job)
     lines = over_two.rota("logs", job)
-    assert ended["state"] == "SUCCEEDED", (ended, lines)
+    assert ended["state"] == "SUCCEEDED" and not page["notices"], (ended, page, lines)
     (first,) = [line.split("WHERE ")[1].split()[0] for line in lines.splitlines() if line.startswith("worker/0")]
     assert f"FIRST {first}" in lines
     assert {line.split("WHERE ")[1] for line in lines.splitlines() if "WHERE " in line} == {"m0 roles", "m1 roles"}

@@ -198,6 +198,43 @@ def test_a_request_is_answered_while_another_one_gives_the_agent_up(
     assert asyncio.run(agents.ask("n1", "m1", "listed", 1)) == (1,)
 
 
+def test_the_first_request_of_a_machine_has_the_time_in_which_its_agent_starts(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a process of the engine takes longer to start than any request of one that runs."""
+    from ray.exceptions import RayError
+
+    from rota.runtime.ray import agent
+    from rota.spec.errors import EngineUnavailable
+
+    monkeypatch.setattr(agent, "READ_S", 0.2)
+    monkeypatch.setattr(agent, "FIRST_READ_S", 20.0)
+    agents, answers = agent.Agents("rota/i", home), list[object]()
+
+    class Remote:
+        async def remote(self) -> object:
+            await asyncio.sleep(0.5)
+            answer = answers.pop()
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(agents, "_find", lambda _: ("n1", SimpleNamespace(listed=Remote())))
+
+    def asked(*given: object) -> object:
+        answers[:] = given
+        return asyncio.run(agents.ask("n1", "m1", "listed"))
+
+    assert asked("slow at first") == "slow at first"
+    with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):
+        asked("and then too slow")
+    monkeypatch.setattr(agent, "READ_S", 20.0)
+    with pytest.raises(EngineUnavailable, match="does not reach it"):
+        asked(RayError("its machine was started again"))
+    monkeypatch.setattr(agent, "READ_S", 0.2)
+    assert asked("started again") == "started again"
+
+
 def test_a_long_listing_comes_in_pages(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.runtime.job_files.LISTED_MAX", 3)
     for n in range(7):

@@ -175,3 +175,40 @@ def test_a_terminal_is_its_users_alone_and_there_are_not_many() -> None:
         assert await missing.ended() == 127 and "no-such-program: No such file" in missing.text
 
     with_terminals(test)
+
+
+def test_the_end_of_an_instance_waits_until_who_is_at_the_terminal_has_read_the_end_of_its_program() -> None:
+    async def body(terminals: Terminals) -> None:
+        await terminals.told(30)  # without a terminal there is nothing to wait for
+        reader = Reader(terminals)
+        await reader.open("sh", "-c", "echo pid=$$.; read x; exit 3")
+        pid = int((await reader.until(r"pid=(\d+)\.")).partition("=")[2].partition(".")[0])
+        await asyncio.wait_for(terminals.told(30), 5)  # the program runs: the instance may take it with it
+        which = process.identify(pid)
+        assert which is not None
+        reader.type("\n")
+        while process.is_alive(which):
+            await asyncio.sleep(0.01)
+        waits = asyncio.create_task(terminals.told(30))
+        await asyncio.sleep(0.3)
+        assert not waits.done()
+        assert await reader.ended() == 3
+        await asyncio.wait_for(waits, 5)
+
+    with_terminals(body)
+
+
+def test_the_end_of_an_instance_does_not_wait_long_for_who_reads_no_more() -> None:
+    async def body(terminals: Terminals) -> None:
+        reader, away = Reader(terminals), Reader(terminals, "left")
+        await away.open("sh", "-c", "read x")
+        away.type("", leave=True)
+        await reader.open("sh", "-c", "echo pid=$$.")
+        which = process.identify(int((await reader.until(r"pid=(\d+)\.")).partition("=")[2].partition(".")[0]))
+        while which is not None and process.is_alive(which):
+            await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        await terminals.told(0.4)
+        assert 0.4 <= asyncio.get_running_loop().time() - began < 5
+
+    with_terminals(body)

@@ -28,6 +28,8 @@ FILES_MAX = 20_000
 LISTED_MAX = 2000
 READ_BYTES_MAX = 512 * 1024
 AREAS = ("logs", "spans", "output")
+READ_S, FIRST_READ_S = 5.0, 20.0
+"""Limit of a request for files of another machine, and of the first one there, which starts the process that reads."""
 
 
 class FileEntry(TypedDict):

@@ -40,7 +40,10 @@ BEHIND_BYTES_MAX = 4 * CHUNK_BYTES
 KEPT_BYTES = 8 * CHUNK_BYTES
 """Output that was fetched and can be again, after a lost connection."""
 HANGUP_S = 5.0
+TELL_S = 10.0
+"""An instance that has ended waits no longer for who is at its terminals to read how their programs ended."""
 DRAIN_S = 0.5
+TOLD_LOOK_S = 0.05
 SIZE_MAX = 1000
 _CONTROLLING = (
     "import fcntl,os,signal,sys,termios\n"
@@ -94,11 +97,18 @@ class _Terminal:
     vacant: bool = False
     """Nothing has the other side open: the program ends, or opens it again."""
     exit_status: int | None = None
+    told: bool = False
+    """Who is at it has read its exit status, or has left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def end(self) -> int:
         return self.start + len(self.kept)
+
+    @property
+    def is_over(self) -> bool:
+        """The program has ended, whether or not its exit status is known yet."""
+        return self.exit_status is not None or self.which is None or not process.is_alive(self.which)
 
     def look(self) -> None:
         """Wait for output, unless too much of it is waiting."""
@@ -222,6 +232,7 @@ class Terminals:
         one.fetched = max(one.fetched, min(end, one.end))
         one.look()
         over = one.exit_status if end >= one.end else None
+        one.told = over is not None and not data
         return {"data": base64.b64encode(data).decode(), "end": end, "exit_status": over}
 
     def write(
@@ -240,6 +251,7 @@ class Terminals:
         if 0 <= one.taken - offset < len(data):
             one.taken += one.put(data[one.taken - offset :])
         if leave:
+            one.told = True
             one.close()
         return {"taken": one.taken, "over": not one.open or one.exit_status is not None}
 
@@ -281,6 +293,17 @@ class Terminals:
                 until_s = self._clock.monotonic_s() + DRAIN_S
             elif self._clock.monotonic_s() > until_s or _is_drained(one.master):
                 return
+
+    async def told(self, limit_s: float = TELL_S) -> None:
+        """Until the end of each program that has ended was read, no longer than ``limit_s``.
+
+        A program may be what the instance waited for, and its exit status is gone with the instance.
+        """
+        until_s = self._clock.monotonic_s() + limit_s
+        while any(one.is_over and not one.told for one in self._open.values()):
+            if self._clock.monotonic_s() > until_s:
+                return
+            await self._clock.sleep(TOLD_LOOK_S)
 
     async def close(self) -> None:
         """Hang all up, at the end of the instance."""

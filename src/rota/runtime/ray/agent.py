@@ -25,7 +25,15 @@ from rota.runtime import cache, environ, process, secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.code_pack import CodeCache, unpack
 from rota.runtime.environ import Home, JobDirs
-from rota.runtime.job_files import FileEntries, JobFiles, installation_of, machine_home, sees
+from rota.runtime.job_files import (
+    FIRST_READ_S,
+    READ_S,
+    FileEntries,
+    JobFiles,
+    installation_of,
+    machine_home,
+    sees,
+)
 from rota.runtime.launcher import CallTimeout
 from rota.runtime.ray.engine import host_selector
 from rota.spec.errors import EngineUnavailable, RotaError
@@ -40,8 +48,6 @@ SERVICE = "service"
 CALLS_MAX = 16
 PART_BYTES = 4 * 2**20
 ANSWER_S = 30.0
-READ_S = 5.0
-"""Limit of a request of the service; the first one starts the agent."""
 FETCH_S = 120.0
 """Limit of the attempts to reach the agent of the service's machine."""
 _RETRY_S = 0.5
@@ -217,6 +223,8 @@ class Agents:
         """Empty for an engine that never had another machine."""
         self._known = dict[str, tuple[str, Any]]()
         """By machine: Ray's id of its node, and the agent there."""
+        self._answered = set[str]()
+        """Machines whose agent has answered since it was started."""
 
     async def serve(self) -> None:
         """Let the agent of this machine send code and secrets."""
@@ -224,17 +232,26 @@ class Agents:
             await asyncio.to_thread(self._start, SERVICE, ray.get_runtime_context().get_node_id())
 
     async def ask(self, node: str, host: str, method: str, *args: object) -> Any:
-        """Ask the agent of a node, see ``host_selector``. Raises EngineUnavailable unless it answers in ``READ_S``."""
+        """Ask the agent of a node, see ``host_selector``; the first time it is started.
+
+        Raises EngineUnavailable unless it answers in ``READ_S``, where it must start in ``FIRST_READ_S``.
+        """
+        limit_s = READ_S if host in self._answered else FIRST_READ_S
         try:
-            async with asyncio.timeout(READ_S):
+            async with asyncio.timeout(limit_s):
                 known = self._known.get(host) or await asyncio.to_thread(self._find, host)
-                return await getattr(known[1], method).remote(*args)
+                answer = await getattr(known[1], method).remote(*args)
         except TimeoutError:
-            why = f"nothing came within {READ_S:g} s"
+            why = f"nothing came within {limit_s:g} s"
         except RayError:
             why = "the engine does not reach it"
+            self._answered.discard(host)
         except EngineUnavailable as error:
             why = error.message
+            self._answered.discard(host)
+        else:
+            self._answered.add(host)
+            return answer
         self._known.pop(host, None)
         raise EngineUnavailable(f"{node} does not answer: {why}")
 

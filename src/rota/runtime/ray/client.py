@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from rota.runtime import environ, process
 from rota.runtime.clock import backoff
-from rota.runtime.job_files import INSTALLATION, FileEntries
+from rota.runtime.job_files import FIRST_READ_S, INSTALLATION, FileEntries
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import ExecResult, RunFolder, Spawn
 from rota.runtime.random import RandomSource, SystemRandom
@@ -42,6 +42,7 @@ LENGTH = struct.Struct(">I")
 MESSAGE_BYTES_MAX = 1 << 20
 IN_FLIGHT_MAX = 1000
 EXECUTE_EXTRA_S = 20.0
+FILES_S = FIRST_READ_S + 5.0
 """On top of what a command may take: to find the instance and to end what the command left."""
 NOTHING: Mapping[str, object] = {
     "find": {"master": None, "instances": [], "reservations": []},
@@ -336,14 +337,14 @@ class GatewayClient:
         return None if found is None else (found[0], found[1])
 
     async def list_files(
-        self, host: str, job: JobId, area: str, path: str = "", after: str = "", *, timeout_s: float = 10.0
+        self, host: str, job: JobId, area: str, path: str = "", after: str = "", *, timeout_s: float = FILES_S
     ) -> FileEntries:
         """Files of a job on another machine, as ``JobFiles.listed``; also raises what that raises."""
         args = {"host": host, "job": job, "area": area, "path": path, "after": after}
         return _value_of(await self._ask("list_files", args, timeout_s=timeout_s))
 
     async def read_file(
-        self, host: str, job: JobId, area: str, path: str, offset: int, count: int, *, timeout_s: float = 10.0
+        self, host: str, job: JobId, area: str, path: str, offset: int, count: int, *, timeout_s: float = FILES_S
     ) -> bytes:
         """A range of a file of a job on another machine, as ``JobFiles.read``; also raises what that raises."""
         args = {"host": host, "job": job, "area": area, "path": path, "offset": offset, "count": count}

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rota.runtime.clock import Clock, iso
 from rota.runtime.data_cache import NOTES_MAX, DataFailed, Uploaded, apart
 from rota.runtime.environ import Home
-from rota.runtime.job_files import FILES_LABEL, OWN_FILES, READ_BYTES_MAX, FileEntries, FileEntry
+from rota.runtime.job_files import FILES_LABEL, FIRST_READ_S, OWN_FILES, READ_BYTES_MAX, FileEntries, FileEntry
 from rota.runtime.output import LocalLog, LogFile, instance_of, key_of, log_files
 from rota.service.control.engine import Engine
 from rota.service.control.submission import store_environ
@@ -29,7 +29,7 @@ from rota.spec.ids import JobId
 
 T = TypeVar("T")
 
-ANSWER_S = 8.0
+ANSWER_S = FIRST_READ_S + 3.0
 """Longest wait for all machines together, longer than the gateway waits for one."""
 AGAIN_S = 10.0
 """A machine that did not answer is left alone for this long, by all requests."""

@@ -6,6 +6,7 @@ Ray reads its environment when it is imported, so nothing here imports it before
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import pytest
 from tests.makers import placement
 
@@ -27,6 +29,7 @@ from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.launcher import Handle
+from rota.runtime.probe import probe_process
 from rota.runtime.process import ProcessId
 from rota.service.control.submission import inspect_workloads
 from rota.service.jobfile.reader import read_job
@@ -114,7 +117,7 @@ class Run:
             if found:
                 return found
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {limit_s} s\n{self.story()}")
+                raise AssertionError(f"not within {limit_s} s\n{self.story()}\n{self.hung()}")
             await asyncio.sleep(0.03)
 
     async def until_state(self, *states: JobState, limit_s: float = WAIT_S) -> Any:
@@ -126,6 +129,20 @@ class Run:
     async def end(self, limit_s: float = WAIT_S) -> JobEnded:
         ended = await self.until(lambda: self.events(JobEnded), limit_s)
         return ended[0]
+
+    def hung(self) -> str:
+        """Stacks of the hosts of this engine that have not said yet who they are: one may hang in its start."""
+        started = {one.pid for one in self.events(InstanceStarted, MasterStarted)}
+        found = list[str]()
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                title = " ".join(one.cmdline())
+                raylet = one.parent()
+                ours = raylet is not None and str(self.home.root) in " ".join(raylet.cmdline())
+                if ours and title.startswith("ray::") and "Host" in title and one.pid not in started:
+                    which = process.identify(one.pid)
+                    found.append(f"== {title}\n{probe_process(which) if which else ''}")
+        return "\n".join(found)[-20_000:]
 
     def story(self) -> str:
         lines = [f"{one.seq:4} {one.at:.3f} {one.event}"[:600] for one in self.log.read(job=self.job)]

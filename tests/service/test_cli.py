@@ -487,7 +487,8 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         told = (await ask("explain", "small-1")).out
         assert "placed on" not in told and "(preempted for hello-1)" in told and "attempt ended (attempt 1)" in told
         shown = (await ask("show", "small-1", "--json")).document
-        assert shown["nodes"] == [] and [one["devices"] for one in shown["instances"]] == [[], []], "it holds nothing"
+        where = [(one["node"], one["devices"]) for one in shown["instances"]]
+        assert (shown["nodes"], where) == ([], [("", []), ("", [])]), "it holds nothing"
         assert (await ask("show", "small-1", "--json")).document["attempts"][0]["for_job"] == "hello-1"
         text = (await service.http.get("/metrics")).text
         oldest = float(text.partition('rota_oldest_pending_seconds{queue="default"} ')[2].partition("\n")[0])

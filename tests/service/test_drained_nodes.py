@@ -77,6 +77,11 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         members = [InstanceId(W, 0), InstanceId(W, 1)]
         bundles = tuple(BundleAsk(index=i, members=(m,), res=Res(cpus=1, gpus=2)) for i, m in enumerate(members))
         await until_said(service, MoveAsked)
+        job = await service.get(f"/jobs/{JOB}")
+        assert job["reason"] == Reason.MIGRATED_DRAIN
+        assert job["text"].startswith("r0n0 is drained: w/0, w/1 must leave by ")
+        assert "without one by then the whole job waits in its queue" in job["text"]
+        assert (await service.get(f"/jobs/{JOB}/explain"))["why"]["text"] == job["text"]
         service.as_master(JOB, GangAsked(request=GangRequest(gang=MOVE, bundles=bundles)))
         granted = await until_said(service, GangGranted)
         assert isinstance(granted, GangGranted)
@@ -92,8 +97,9 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
             role=W,
             rank=0,
         )
-        number = service.as_master(JOB, GangReserved(gang=MOVE, epoch=Epoch(2)), moves)
-        await service.seen(number)
+        await service.seen(service.as_master(JOB, GangReserved(gang=MOVE, epoch=Epoch(2))))
+        assert "; to other nodes, at the next commit" in (await service.get(f"/jobs/{JOB}"))["text"]
+        await service.seen(service.as_master(JOB, moves))
         assert (await seen(service))[0]["r0n0"] == ("draining", 4, [JOB]), "the old processes are still there"
         for rank in (0, 1):
             number = service.as_master(JOB, InstanceStopped(role=W, rank=rank, epoch=Epoch(1)))
@@ -106,6 +112,7 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         after, counts = await seen(service)
         assert after == {"r0n0": ("drained", 0, []), "r0n1": ("healthy", 4, [JOB]), "r0n2": ("healthy", 2, [JOB])}
         assert counts == {"totals": 6, "queue": 6, "heat": 6, "limits": 6}
+        assert (await service.get(f"/jobs/{JOB}"))["reason"] is None
         gone = (await service.get("/nodes"))["items"][0]
         assert gone["drain"] == {"jobs_left": 0, "until": None, "safe": True}
         assert note(gone) == "drained: safe to take down; new driver"

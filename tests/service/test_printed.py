@@ -122,6 +122,9 @@ def test_values_of_an_event_are_not_printed_as_python() -> None:
         "on": True,
         "due_at": 1e9,
     }
+    moves = {"kind": "MoveAsked", "at": None, "node": "n1", "due_at": 1e9}
+    assert "node=n1" in event_text(moves) and "moves at a commit before that" in event_text(moves)
+    assert "the job stays" in event_text(moves | {"due_at": None})
     said = event_text(event).strip()
     assert said == f"X pairs=a:b,c:d names=x,y map=k=1 on=true due_at={clock_time(1e9)}"
 

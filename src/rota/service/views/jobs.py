@@ -7,10 +7,12 @@ import binascii
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import Wait
-from rota.job.core.resize import wanted_size
+from rota.job.core.context import JobContext
+from rota.job.core.resize import departing, held, wanted_size
 from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
 from rota.service.api import JobSort
@@ -137,7 +139,22 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
     if job.state is JobState.RECOVERING and job.failures:
         cause = job.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text
+    if job.state is JobState.RUNNING and (text := _leaving(job.ctx)):
+        return Reason.MIGRATED_DRAIN, text
     return None, ""
+
+
+def _leaving(ctx: JobContext) -> str:
+    """Which drained node the job must leave, by when, and how; empty when there is none."""
+    if not ctx.drains or not (there := departing(ctx)):
+        return ""
+    node = ctx.bundle(there[0].id)[1].node
+    until = datetime.fromtimestamp(ctx.drains[node], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    names = ", ".join(str(one.id) for one in there[:3]) + (" ..." if len(there) > 3 else "")
+    how = "to other nodes, at the next commit or checkpoint or then"
+    if held(ctx) is None:
+        how = "no other node has room for them now; without one by then the whole job waits in its queue"
+    return f"{node} is drained: {names} must leave by {until}; {how}"
 
 
 def moved_text(reason: Reason, for_job: str) -> str:
@@ -230,6 +247,7 @@ def outlined(document: JobDocument) -> JobDocument:
 def instance_row(job: JobHistory, one: InstanceHistory, beat: HeartbeatFields | None = None) -> InstanceRow:
     """One instance; a heartbeat of another epoch does not count."""
     bundle = job.bundle_of(one.id)
+    placed = job.state.terminal or job.state.holds_devices
     return document(
         InstanceRow,
         one,
@@ -238,6 +256,7 @@ def instance_row(job: JobHistory, one: InstanceHistory, beat: HeartbeatFields | 
         instance=str(one.id),
         pid=(one.pid or None) if one.now.alive or one.state.terminal else None,
         standby=one.now.spare,
+        node=one.node if placed else "",
         devices=bundle.devices if bundle is not None else (),
         progress=_progress_report(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
         ports={name: port_path(job.id, str(one.id), name) for name, _ in (beat or {}).get("ports", ())},

@@ -215,11 +215,19 @@ def why(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota why ppo-3
     """
-    return flags.answer(lambda client: client.why(job), _waits)
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document, now = client.why(job), client.job(job)
+    terminal.show(
+        document, lambda term: _waits(term, document, f"{now['reason']}: {now['text']}" * bool(now["reason"]))
+    )
+    return 0
 
 
-def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
+def _waits(term: Terminal, doc: Mapping[str, Any], reason: str = "") -> None:
     cause = doc.get("cause")
+    if reason and not cause:
+        term.line(reason)
     if cause:
         term.line(f"open recovery ({cause['level']}) of {cause['instance']}: {cause['reason']}: {cause['text']}")
     for one in doc["vertices"]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 _NOT_SHOWN = frozenset({"kind", "number", "job", "seq", "at", "api", "source", "uid", "idempotency_key"})
 
+_DRAINED = "(the node is drained: the job moves at a commit before that, or waits in its queue then)"
+_STAYS = "(the node is in use again: the job stays)"
+
 
 def logs(
     job: JOB,
@@ -155,6 +158,8 @@ def event_text(event: EventRecord) -> str:
             at = clock_time(value) if name.endswith("_at") and isinstance(value, float) else ""
             text = at or " ".join(_plain(value).split())
             shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    if event["kind"] == "MoveAsked":
+        shown.append(_DRAINED if event.get("due_at") else _STAYS)
     return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()
 
 

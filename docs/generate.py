@@ -12,6 +12,7 @@ from pathlib import Path
 import interfaces
 from typescript import types_of
 
+from rota.cluster.core.events import PHASE_CHANGES
 from rota.job.core import machine, transitions
 from rota.spec import errors, events, reasons, states
 
@@ -225,6 +226,15 @@ def table_of_events() -> str:
     return "\n".join(lines)
 
 
+def table_of_phases() -> str:
+    """Every change of phase of a row of the scheduler, with the event that makes it."""
+    lines = ["| when | from | to | event of the scheduler |", "|---|---|---|---|"]
+    for row in PHASE_CHANGES:
+        leaves = ", ".join(f"`{one}`" for one in row.leaves)
+        lines.append(f"| {row.when} | {leaves} | `{row.enters}` | `{row.event.__name__}` |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"tree": tree_of_packages},
     "docs/explanation/job-states.md": {
@@ -233,6 +243,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "gang": lambda: table_of_transitions(transitions.GANG_TRANSITIONS),
         "events": table_of_events,
         "ask": lambda: table_of_transitions(transitions.ASK_TRANSITIONS),
+        "phase": table_of_phases,
     },
 }
 """Pages of which only what is between two marks is written by the code."""

@@ -1,4 +1,4 @@
-"""Functions that nothing uses, and functions that are copies of another."""
+"""Functions that nothing uses, attributes that nothing reads, and functions that are copies of another."""
 
 from __future__ import annotations
 
@@ -33,23 +33,27 @@ CALLED_BY_NAME = {
     "Instance", "Master", "ping", "_close_all", "code_part", "stream_loop", "read_terminal", "write_terminal",
     # verbs of the command line, by their module
     "cases", "demo", "exec_", "login", "logout",
+    # attributes that a library reads: tarfile, sqlite3, uvicorn, enum, numba and CuPy
+    "linkname", "isolation_level", "should_exit", "_value_", "__cuda_array_interface__",
+    # attributes that pydantic reads as fields of a document
+    "restored_from", "lost_commits", "promoted",
 }  # fmt: skip
 PUBLIC = {
     # written in pages for users, who are outside this tree
     "ShardedEmbedding", "nack", "data_parallel", "weights_version", "load_weights", "save_weights",
-    "evaluate", "put_many",
+    "evaluate", "put_many", "wire_bytes",
     # a document that is described and not built here: its writer makes it from a record
     "Notice",
 }  # fmt: skip
 ROUTES = ["@*.get", "@*.post", "@*.put", "@*.patch", "@*.delete", "@*.head", "@*.command", "@*.api_route", "@*.event"]
-KINDS = {"function", "method", "class", "property"}
+KINDS = {"function", "method", "class", "property", "attribute"}
 COPY_NODES_MIN = 60
 """Nodes of the syntax tree from which two equal bodies are a copy; about six lines."""
 
 
 @pytest.fixture(scope="module")
 def unused() -> dict[str, str]:
-    """Name to its place, for all functions and classes that no user names."""
+    """Name to its place, for all functions, classes and attributes that no user names."""
     found = vulture.Vulture(ignore_decorators=ROUTES)
     found.scavenge([str(path) for path in USERS])
     mine = [item for item in found.get_unused_code(min_confidence=60) if item.typ in KINDS]

@@ -1,4 +1,7 @@
-"""Loops that wait: each has a limit in it, or a line here that says what ends it; queues have a size, or a reason."""
+"""Loops that wait: each has a limit in it, or a line here that says what ends it; queues have a size, or a reason.
+
+A loop waits if its condition or its body does; ``while True`` and ``while not done`` are looked at alike.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ ENDS: dict[str, tuple[str, ...]] = {
         "job/instance/instance.py Instance._trace", "job/instance/instance.py Instance._watch_devices",
         "job/instance/spmd.py CommandRunner._follow_progress", "job/instance/streams.py Streams._watch",
         "job/instance/bootstrap.py StepCounter.work", "job/master/master.py JobMaster._watch_silences",
+        "runtime/limit_watch.py run", "runtime/ray/launcher.py RayLauncher._until_unplaced",
+        "runtime/ray/operations.py keep_warm", "service/cli/verbs/live.py Ticker._run",
+        "service/process/joined.py JoinAgent._turns", "service/process/joined.py watch",
+        "service/process/tasks.py keep_logs", "service/process/tasks.py keep_snapshot",
         "runtime/ray/client.py GatewayClient._keep", "runtime/ray/client.py GatewayClient._watch",
         "runtime/ray/gateway.py Gateway._watch_engine", "runtime/ray/operations.py GatewayOps._keep",
         "runtime/ray/operations.py GatewayOps._watch",
@@ -32,25 +39,46 @@ ENDS: dict[str, tuple[str, ...]] = {
         "runtime/ray/client.py GatewayClient._read_replies", "runtime/ray/gateway.py Gateway._serve",
         "runtime/ray/pairs.py Checker._serve", "runtime/socket_calls.py CallServer._accept_local",
         "runtime/socket_calls.py CallServer._accept_remote", "runtime/socket_calls.py _accepted",
+        "service/rest/forward.py Relay.run", "service/rest/routes/logs.py follow_events",
+        "service/rest/routes/terminals.py _frames", "tensors/messages.py _fill", "train/ps/server.py _exactly",
+    ),
+    "the time limit of the socket, set where it was made": (
+        "runtime/ray/pairs.py Checker._answer", "runtime/ray/pairs.py _exactly",
     ),
     "a limit around it: the handshake's, the deadline of the operation, the fence of an instance without a master": (
         "runtime/handshake.py _run", "job/rpc/client.py RpcClient._until_answered",
         "job/rpc/client.py RpcClient._item_call", "job/rpc/client.py _first",
         "job/instance/flow.py Flow._commit_at_master", "job/instance/runners.py meet",
+        "runtime/ray/client.py GatewayClient.request", "runtime/terminal.py Terminals.read",
+        "service/rest/routes/jobs.py _wait_while",
+    ),
+    "the job: its end, that of its attempt, or of the processes whose exit is awaited": (
+        "job/instance/spmd.py CommandRunner._wait_all", "job/master/master.py JobMaster.run",
+        "service/cli/verbs/terminal.py _started", "service/cli/verbs/terminal.py shell_job",
+    ),
+    "it reads or carries what is there already, and that is finite": (
+        "job/core/paths.py _walk", "job/master/master.py JobMaster._grant", "runtime/ray/engine.py Watcher._drain",
+        "service/control/loop.py ServiceLoop.replay", "service/control/loop.py ServiceLoop.run",
+        "tensors/writer.py TensorWriter.free_room", "cluster/core/cycle.py _Pass.run",
+        "cluster/core/placement.py _place_uniform", "cluster/sim/runs.py fill",
     ),
     "a stream of the loop: the diagnosis of the job judges who waits too long; a failure or the end raises": (
         "job/instance/flow.py Flow.stream", "job/instance/handles.py StreamHandle.batches",
         "job/instance/streams.py Pump._feed", "job/instance/streams.py Pump.next_batch",
-        "job/instance/streams.py Pump.put",
+        "job/instance/streams.py Pump.put", "job/instance/streams.py Pump._carry",
+        "job/instance/handles.py _Devices.held_by",
     ),
     "what it asks names how it goes on, and that comes to an end: pages, servers not asked before, restarts": (
         "service/control/job_files.py all_rows", "tensors/transport.py _Fetch._try", "tensors/session.py Session.pin",
+        "service/aclient.py AsyncClient.copy", "service/aclient.py AsyncClient.event_pages",
+        "service/aclient.py AsyncClient.log_pages",
     ),
     "the user of a verb or a client ends it, or the service; a lost connection has a number of tries": (
         "service/aclient.py AsyncClient._stream", "service/cli/verbs/inspect.py top",
     ),
     "the death of a process is waited for as long as it lives": (
         "runtime/ray/deaths.py DeathWatch.events", "runtime/ray/launcher.py RayLauncher.wait_end",
+        "runtime/ray/host.py _wait_gone",
     ),
 }  # fmt: skip
 
@@ -64,7 +92,7 @@ UNBOUNDED = {
 
 
 def _loops() -> Iterator[tuple[str, ast.While]]:
-    """Endless loops that wait, by file and function."""
+    """Loops that wait, by file and function."""
     for path in sorted(SOURCES.rglob("*.py")):
         name = str(path.relative_to(SOURCES))
         if not name.startswith("testing/"):
@@ -76,7 +104,7 @@ def _below(node: ast.AST, file: str, inside: str) -> Iterator[tuple[str, ast.Whi
         name = inside
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{inside}.{child.name}".strip(".")
-        if isinstance(child, ast.While) and isinstance(child.test, ast.Constant) and WAIT.search(ast.unparse(child)):
+        if isinstance(child, ast.While) and WAIT.search(ast.unparse(child)):
             yield f"{file} {name}", child
         yield from _below(child, file, name)
 

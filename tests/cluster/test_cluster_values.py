@@ -29,6 +29,8 @@ from rota.cluster.core.admission import (
 )
 from rota.cluster.core.cycle import events_of, step
 from rota.cluster.core.events import (
+    PHASE_CHANGES,
+    Event,
     JobArrived,
     JobHolds,
     JobPaused,
@@ -37,6 +39,7 @@ from rota.cluster.core.events import (
     JobSaved,
     NodeChanged,
     PairUndone,
+    ReasonGiven,
     StopRequested,
     Tick,
     apply,
@@ -47,6 +50,7 @@ from rota.cluster.core.jobs import (
     Allocations,
     LineKey,
     LiveJob,
+    Phase,
     Shape,
     Wait,
     compile_shape,
@@ -645,3 +649,35 @@ def test_of_few_candidates_those_are_stopped_that_lose_least(seed: int) -> None:
                     if Fit().place(s, txn, wanted) is not None:
                         fitting.append(sum(lost_gpu_s(s, one.ask.id, 100.0, 60.0) for one, _ in some))
     assert found is not None and sum(one.lost_gpu_s for one in found) == pytest.approx(min(fitting))
+
+
+def test_the_changes_of_phase_of_the_page_are_those_that_events_make() -> None:
+    job, held = JobId("a"), (Allocation(0, (0,), 0, 0, 0),)
+    to_phase: dict[Phase, list[Event]] = {
+        "queued": [],
+        "paused": [JobPaused(job=job, paused=True)],
+        "running": [JobHolds(job=job, held=held)],
+        "stopping": [JobHolds(job=job, held=held), StopRequested(job=job)],
+    }
+    every: list[Event] = [
+        JobArrived(ask=ask("a", priority=60)),
+        *(JobPaused(job=job, paused=paused) for paused in (True, False)),
+        *(StopRequested(job=job, final=final) for final in (True, False)),
+        JobHolds(job=job, held=held),
+        JobResized(job=job, held=held),
+        JobReleased(job=job),
+        JobSaved(job=job, n=1),
+        ReasonGiven(job=job, wait=Wait(reason=Reason.FRAGMENTED)),
+        NodeChanged(node=NodeId("n"), health=None),
+    ]
+    found = set[tuple[Phase, Phase, type[object]]]()
+    for phase, events in to_phase.items():
+        for event in every:
+            s = state(node("n"))
+            for one in (JobArrived(ask=ask("a")), *events):
+                apply(s, one, 0.0)
+            assert s.jobs[job].phase == phase
+            apply(s, event, 1.0)
+            if (after := s.jobs[job].phase) != phase:
+                found.add((phase, after, type(event)))
+    assert found == {(one, row.enters, row.event) for row in PHASE_CHANGES for one in row.leaves}

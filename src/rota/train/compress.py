@@ -33,7 +33,8 @@ Named = Mapping[str, torch.Tensor]
 
 
 class Residues(TypedDict):
-    """What a checkpoint keeps of a compressor: residues and warm factors by parameter."""
+    """What a checkpoint keeps of a compressor, by parameter: ``errors`` flat, of as many values as the parameter has;
+    ``warm`` the factor ``[columns, rank]`` with which PowerSGD begins."""
 
     errors: dict[str, torch.Tensor]
     warm: dict[str, torch.Tensor]
@@ -41,7 +42,10 @@ class Residues(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """``ratio`` of the values that top-k sends, ``rank`` of PowerSGD's factors."""
+    """``ratio`` of the values that top-k sends, 0 to 1, and ``rank`` of PowerSGD's factors.
+
+    Raises BadInput for a ratio or a rank out of range.
+    """
 
     kind: Kind = "none"
     ratio: float = 0.01
@@ -79,7 +83,7 @@ class Compressor:
         self.warm = {name: value.clone() for name, value in kept["warm"].items()}
 
     def mean(self, bucket: torch.Tensor) -> torch.Tensor:
-        """All-reduce of a whole tensor to its mean, in place."""
+        """All-reduce of a whole tensor, of any shape, to its mean, in place. Collective over the group."""
         self.wire_bytes += bucket.nbytes
         dist.all_reduce(bucket, group=self.group)
         return bucket.div_(self.world)
@@ -93,7 +97,10 @@ def make_compressor(how: Compression, model: torch.nn.Module) -> Compressor:
 
 
 def hook(state: Compressor, bucket: Bucket) -> Future:
-    """The DDP communication hook: the bucket's gradients become the mean over the ranks."""
+    """The DDP communication hook: the bucket's gradients become the mean over the ranks.
+
+    The future is done when this returns. Raises KeyError for a parameter of another model.
+    """
     future: Future = torch.futures.Future()
     names = [state.names[id(param)] for param in bucket.parameters()]
     future.set_result(average(state, names, bucket.buffer(), bucket.gradients()))
@@ -105,7 +112,11 @@ hook.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Futur
 
 
 def average(state: Compressor, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-    """The mean over the ranks of one bucket, compressed; ``gradients``, with their names, are views of ``buffer``."""
+    """The mean over the ranks of one bucket, compressed, in ``buffer``, which is flat.
+
+    ``gradients``, with their ``names`` in the same order, are views of it; those of two dims and more are compressed.
+    Collective over the group: raises what torch's collectives raise when a rank is gone.
+    """
     wide = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient.dim() >= 2}
     if state.how.kind == "none" or not wide:
         return state.mean(buffer)
@@ -129,7 +140,7 @@ def _parts(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> tuple[tor
 
 
 def write(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> None:
-    """Deal a flat tensor out to the tensors that it is made of, in order."""
+    """Deal a flat tensor out to the tensors that it is made of, in order. Raises RuntimeError for another size."""
     for gradient, part in zip(gradients, _parts(gradients, flat), strict=True):
         gradient.copy_(part.view_as(gradient))
 

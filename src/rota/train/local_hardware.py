@@ -92,6 +92,8 @@ def _search(shape: ModelShape, ranks: int, batch: int, hardware: Hardware, dtype
 
 GPU_GB_S, GPU_LATENCY_US, GPU_MEMORY_GB_S = 100.0, 10.0, 2000.0
 GPU_TFLOPS = {"bf16": 300.0, "fp16": 300.0, "fp32": 60.0}
+"""Of a GPU of which nothing was measured: orders of magnitude of an A100 or H100 and its NVLink, of which those of
+``plan/hardware.py`` have sources. They order plans and predict no time."""
 
 
 def this_machine() -> Hardware:
@@ -245,8 +247,12 @@ def _launch(device: torch.device) -> Measured:
 
 
 def _dispatch(device: torch.device) -> Measured:
-    """What the host spends on each of the ``OPERATORS`` of a layer that is too small to keep the device busy, over both
-    passes in mixed precision, which are three times the forward one."""
+    """What the host spends on an operator, in microseconds: time / (3 ``OPERATORS`` ``LAYERS``).
+
+    Measured over both passes, in mixed precision, of ``LAYERS`` layers too small to keep the device busy. The formula
+    is that of ``host_s`` in ``plan/cost.py``: ``OPERATORS`` for a forward pass, twice as many for a backward one. A
+    median of ``REPEATS``, as all figures here; recompute is not in it.
+    """
     layer = Block(ModelShape(layers=1, hidden=64, heads=1, seq=16, vocab=2)).to(device)
     inputs = torch.randn(1, 16, 64, device=device)
 

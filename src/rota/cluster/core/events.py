@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Wait
+from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Phase, Wait
 from rota.cluster.core.run_time import expected, learn, paced
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
@@ -136,6 +136,26 @@ Event = (
     | NodeChanged
     | Tick
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChange:
+    """Which phases of a row are left, which is entered, by which event, and when."""
+
+    leaves: tuple[Phase, ...]
+    enters: Phase
+    event: type[object]
+    when: str
+
+
+PHASE_CHANGES = (
+    PhaseChange(("queued", "paused"), "running", JobHolds, "it is given what it asks for"),
+    PhaseChange(("running",), "stopping", StopRequested, "it is asked for what it holds, as are the gangs beside it"),
+    PhaseChange(("running", "stopping"), "queued", JobReleased, "it has given everything back, and waits again"),
+    PhaseChange(("queued",), "paused", JobPaused, "it is not to be tried: its user paused it, or its end is decided"),
+    PhaseChange(("paused",), "queued", JobPaused, "it is to be tried again"),
+)
+"""Each change of ``LiveJob.phase``: of the tables of states that are documented, the one of the scheduler."""
 
 
 def apply(state: State, event: Event, now: float) -> None:

@@ -298,6 +298,7 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
 
 
 Phase = Literal["queued", "running", "stopping", "paused"]
+"""Whether a row is to be tried, holds what it asked for, is asked to give that back, or is not to be tried."""
 
 
 @dataclass(frozen=True, slots=True)

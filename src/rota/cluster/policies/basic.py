@@ -32,6 +32,7 @@ class ByArrival:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Minus the priority; queue time and id decide between equals."""
         return (-row.ask.priority,)
 
 
@@ -40,6 +41,7 @@ class LimitsOnly:
     """A job may start as long as no queue of its line, and no user in one, passes a limit."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """``QUOTA_LIMIT`` or ``USER_LIMIT`` with the first limit that the job would pass, and its numbers."""
         over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
         if over is None:
             return None
@@ -69,6 +71,7 @@ class Fit:
     close: bool = True
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place by the preference of ``manner``, near the data of the job where it has some; None if none fits."""
         prefer = PREFERENCES[self.manner]
         if row.ask.data:
             prefer = near_data(prefer, state.holds_data(row.ask))
@@ -109,6 +112,7 @@ class RandomFit:
     seed: int = 0
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """The same place for the same seed, job and nodes; None if none fits."""
         job = mixed(np.array([self.seed % 2**64], dtype=np.uint64)) ^ np.uint64(crc32(row.ask.id.encode()))
         bundle = count()
 
@@ -134,6 +138,7 @@ class OwnDevices:
     """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed, and limits hold."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """``GUARANTEE_FULL_NO_BORROW`` where the guarantee of the queue, or of one above it, is used up."""
         tree = state.queues
         need = tree.need(row.ask.shape)[GPU]
         for queue in tree.line_of(row.ask.queue):
@@ -158,6 +163,7 @@ class OwnNodes:
     manner: Manner = "pack"
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place on nodes with the label of the queue; None if none fits there."""
         mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
         return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine, close=False)
 
@@ -202,6 +208,7 @@ class LeastService:
     by_job = True
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """0 below ``threshold_gpu_s`` device-seconds of service, 1 from there on."""
         served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
         return (served >= self.threshold_gpu_s,)
 
@@ -230,6 +237,7 @@ class Outranked:
         return (row.ask.opportunistic, *self.order.rank(state, row, now))
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """The fewest of those behind the job, from the last, with which it fits; empty if all of them are too few."""
         order, freed = self._behind(state, txn, self._place(state, row, now), now)
         chosen = enough_of(state, txn, row, placer, order) if freed >= missing_milli(state, row.ask.shape) else None
         return tuple(
@@ -290,6 +298,7 @@ class ShortestFirst:
     by_job = True
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Seconds that remain, or device-milliseconds ``by_service``, behind a 0; (1, 0) without an estimate."""
         if (total_s := row.total_s) is None:
             return (1, 0.0)
         left_s = max(0.0, total_s - row.served_by(now))

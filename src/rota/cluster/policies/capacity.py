@@ -34,6 +34,7 @@ class MostUnderServed:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Level of the promise, used over guaranteed, minus the priorities of the queue and of the job."""
         queue = state.queues.row.get(row.ask.queue)
         tier = 0 if queue is None else -state.queues.rows[queue].priority
         return (*of_queue(state, row, now, served_rank), tier, -row.ask.priority)
@@ -60,6 +61,7 @@ class WithinUserLimit:
     """
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """As ``LimitsOnly``; then ``USER_LIMIT`` with the part that others leave to the user."""
         wait = LimitsOnly().verdict(state, row)
         if wait is not None or not state.queues.divided_by_user(row.ask.queue):
             return wait
@@ -112,6 +114,7 @@ class Proportional:
     rules: ReclaimRules = field(default_factory=ReclaimRules)
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """The set of least cost among them, None if no set makes room or the job is opportunistic."""
         if row.ask.opportunistic:
             return None
         need, promised = state.queues.need(row.ask.shape), state.queues.guaranteed

@@ -29,6 +29,7 @@ class PriorityThenShare:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Level of the promise, minus the priority, used over guaranteed of the queue."""
         level, share = of_queue(state, row, now, share_rank)
         return (level, -row.ask.priority, share)
 
@@ -88,6 +89,7 @@ class LimitsAndGuarantee:
     """No queue passes its limit; work that may not be preempted must fit into the guarantee, where there is one."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """As ``LimitsOnly``; then ``NON_PREEMPTIBLE_OVER_QUOTA`` where the guarantee of the queue is too small."""
         wait = LimitsOnly().verdict(state, row)
         if wait is not None or row.ask.preemptible:
             return wait
@@ -125,6 +127,7 @@ class LeastCost:
     min_runtime_s: float = 0.0
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """The set of least cost in device-seconds, restarts of ``restart_s`` included; None if no set makes room."""
         if row.ask.opportunistic:
             return None
         over = beyond(state, row) if promise_level(state, row) < UNCOVERED else set[JobId]()

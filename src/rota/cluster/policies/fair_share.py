@@ -32,6 +32,7 @@ class LowestDominantShare:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Dominant share over weight of each queue from the top of the tree down, then minus the priority."""
         line = state.queues.line_of(row.ask.queue)
         return (*(dominant_share(state, queue) for queue in reversed(line)), -row.ask.priority)
 
@@ -55,6 +56,7 @@ class LeastBorrowed:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Level of the promise, what the queue would borrow with its first job, minus the priority."""
         if row.ask.queue not in state.queues.row:
             return (0, -row.ask.priority)
         return (*of_queue(state, row, now, borrowed_rank), -row.ask.priority)
@@ -96,6 +98,7 @@ class FairBorrowing:
     cheapest: LeastCost = field(default_factory=LeastCost)
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """Those of ``LeastCost``; else the set of least cost by final, then initial share; None if none makes room."""
         found = self.cheapest.victims(state, txn, row, placer, now)
         if found is not None or not _may_share(state, row):
             return found

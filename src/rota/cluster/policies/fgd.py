@@ -261,6 +261,7 @@ class LeastFragments:
     """Every bundle goes where the expected fragmentation, by the mix of jobs that are known, grows least."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place bundle by bundle, each by the least rise in thousandths of devices that the mix cannot use."""
         mix, kind = self._mix(state, txn), _kind(state, hardest(row.ask.shape))
         width = int(np.diff(state.dev0).max(initial=1))
 
@@ -327,6 +328,7 @@ class LeastLeft:
     """Every bundle goes to the node that has least left; of equal nodes to the first."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place bundle by bundle; None if none fits."""
         return place(state, txn, row.ask.shape, prefer=left_over, close=False)
 
 

@@ -96,6 +96,7 @@ class LongestWithout:
     by_job = True
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """The time since which the job has no devices, in seconds of the clock of the state."""
         return (max(row.ask.queued_at, row.left_at),)
 
 
@@ -104,6 +105,7 @@ class ByAffinity:
     """Nodes with jobs of the same size first, then empty ones, then others; the fullest of equal ones."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place by the size of the largest bundle of the job; None if none fits."""
         size = max(slot.gpus for slot in row.ask.shape.slots)
 
         def strange(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -129,6 +131,7 @@ class MoveThenTurns:
     turns: bool = True
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """Jobs to move, each with its new place (``to``); else those whose turn is over; None if neither makes room."""
         able = self._able(state, txn, now)
         places = self._moves(state, txn, row, placer, able, now)
         if places:
@@ -260,6 +263,7 @@ class LendAndPack:
     gain: float | None = None
 
     def has_pairs(self, state: State) -> bool:
+        """Whether two jobs share devices now."""
         return self.gain is not None and any(other is not None for _, other in partners(state))
 
     def separate(self, state: State, now: float) -> list[Resize | Preempt]:

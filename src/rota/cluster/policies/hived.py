@@ -375,6 +375,7 @@ class WithinCells:
     """No queue passes its limit, and whole devices are asked, of a tenant that owns as many in its cells."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """As ``LimitsOnly``; then what of the shape, or of the cells of the tenant, keeps the job from its cells."""
         wait, shape = LimitsOnly().verdict(state, row), row.ask.shape
         if wait is not None:
             return wait
@@ -407,6 +408,7 @@ class ByCells:
     """Guaranteed jobs in their tenant's cells, opportunistic ones packed on what is left."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        """A place in free cells; None if none is free, or only once others have left theirs."""
         if not row.ask.shape.gpus:
             return place(state, txn, row.ask.shape)
         book = book_of(state)
@@ -445,6 +447,7 @@ class CellVictims:
     """Jobs that run on the cells that a guaranteed job is entitled to; at a limit, lower priority of its queue."""
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """Those that run in the cells, with device-seconds since their last commit; None if there are none."""
         plan = book_of(state).find(txn, state, row)
         names = [] if plan is None else [JobId(name) for name in plan.victims]
         if self._over_limit_without(state, txn, row, names):

@@ -174,6 +174,7 @@ class ByShareRatio:
     by_job = False
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
+        """Per queue from the top down: tier, whether within its share, used part of it; then minus the priority."""
         keys = self.book.keys_of(state)
         line = state.queues.line_of(row.ask.queue)
         return (*(part for queue in reversed(line) for part in keys.get(queue, ())), -row.ask.priority)
@@ -186,6 +187,7 @@ class WithinDeserved:
     book: ShareBook
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
+        """As ``LimitsOnly``; then ``NON_PREEMPTIBLE_OVER_QUOTA`` with the first queue beyond what it deserves."""
         wait = LimitsOnly().verdict(state, row)
         if wait is not None or row.ask.preemptible:
             return wait
@@ -221,6 +223,7 @@ class ShareVictims:
     actions: tuple[Action, ...] = ("consolidate", "reclaim", "preempt")
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """Those of the first of ``actions`` that makes room, moved ones with their new place; None if none does."""
         for action in self.actions:
             found = None
             if action == "consolidate" and row.ask.preemptible:

@@ -45,7 +45,8 @@ RELEASED_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of a named tensor; ``store`` is the tensor server of the machine that made it."""
+    """Rows ``start`` to ``stop``, exclusive, along dim 0 of a named tensor; ``store`` is the server of the machine
+    that made it."""
 
     name: str
     start: int
@@ -73,7 +74,7 @@ class Holdings:
     _lock: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def hold(self, pieces: Iterable[RowRange]) -> tuple[_Name, ...]:
-        """What keeps the names of ``pieces``, for as long as it lives."""
+        """What keeps the names of ``pieces``, for as long as it lives; nothing in a process that owns none."""
         if not self.owner:
             return ()
         with self._lock:
@@ -87,7 +88,10 @@ class Holdings:
         return held
 
     def give_back(self, plane: Plane) -> None:
-        """Delete what no Ref holds any more, on all machines that have it."""
+        """Delete what no Ref holds any more, on all machines that have it.
+
+        Raises TensorError when this machine could not; the next call tries it again.
+        """
         gone = [self.released.popleft() for _ in range(len(self.released))]
         try:
             transport.delete(plane, [(name, store) for name, store in gone if name not in self._alive])
@@ -154,7 +158,8 @@ class Ref:
     def value(self) -> Tensor:
         """The array, not to be written to: a torch tensor if it was one and this process has torch, else of numpy.
 
-        In place when it is one piece. Raises TensorError when it is gone.
+        In place when it is one piece, else a copy, pieces below one another. Raises TensorError when it is gone,
+        NotReachable when the machine that has it does not answer.
         """
         if self._value is None:
             torch = sys.modules.get("torch") if self.torch else None
@@ -205,7 +210,10 @@ def _arrive(pieces: tuple[RowRange, ...], shape: tuple[int, ...], dtype: str, to
 
 
 def join(refs: Sequence[Ref]) -> Ref:
-    """Refs of one dtype below one another."""
+    """Refs below one another along dim 0: of one dtype, and of one shape but for their rows. None is read.
+
+    Raises IndexError for no Refs. That shapes agree is for the caller to know: ``value()`` fails where they do not.
+    """
     first = refs[0]
     rows = sum(len(ref) for ref in refs)
     return Ref(tuple(one for ref in refs for one in ref.pieces), (rows, *first.shape[1:]), first.dtype, first.torch)
@@ -234,11 +242,15 @@ class Box:
         self._seen: dict[int, Ref] = {}
 
     def open(self, value: T) -> T:
-        """Arguments with arrays in the place of Refs. Raises TensorError when one is gone."""
+        """Arguments with arrays in the place of Refs, each of its shape. Raises as ``Ref.value``."""
         return opened(value, self._seen) if HELD.arrived else value
 
     def close(self, value: Any) -> object:
-        """``value`` with Refs in the place of large arrays; what is none of dict, list, tuple and array stays."""
+        """``value`` with Refs in the place of large arrays; what is none of dict, list, tuple and array stays.
+
+        An array is large from ``bytes_min`` bytes on, of any shape with rows. One that the store has no room for, or
+        whose store is away, stays as it is. Raises TensorError for what the store refuses.
+        """
         if isinstance(value, np.ndarray) or is_torch(value):
             return self._put(value) if value.ndim > 0 and value.nbytes >= self._bytes_min else value
         if isinstance(value, dict):
@@ -297,7 +309,7 @@ def prefix_of(job: JobId, loop_epoch: int, rest: str = "") -> str:
 
 
 def sweep(plane: Plane, job: JobId, loop_epoch: int) -> None:
-    """Delete what older loops held; the loop of ``loop_epoch`` is entered."""
+    """Delete what older loops held; the loop of ``loop_epoch`` is entered. Raises TensorError as the store does."""
     own = prefix_of(job, loop_epoch)
     transport.everywhere({"op": "sweep", "prefix": f"call/{job}/", "keep": own})
     for row in plane.ls(f"call/{job}/"):

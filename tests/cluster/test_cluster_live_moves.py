@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from test_cluster_live import Log, requests_of, spec
 
 from rota.cluster.live import Scheduler
@@ -18,6 +19,7 @@ from rota.spec.events import (
     JobEnded,
     JobRequeued,
     NodeJoined,
+    NodeLost,
     NodeMarked,
 )
 from rota.spec.gang import BundleAsk, GangRequest
@@ -79,6 +81,38 @@ def test_a_gang_that_a_job_lives_in_does_not_count_as_one_that_it_waits_for() ->
     log.add(InstanceStarted(role=RoleName("w"), rank=0, epoch=Epoch(5), node=third, pid=9), "runs", 9.0)
     assert held_nodes(log) == sorted((second, third))
     assert {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}, "the cores of w-0 were given back"
+
+
+@pytest.mark.parametrize(
+    ("returns", "told"),
+    [
+        ("1x2x4", ["r0n1"]),
+        ("1x2x4 as another host", []),  # what the engine reserved under its own id of a machine, it never places again
+        ("1x2x2", []),
+    ],
+)
+def test_a_job_that_holds_all_of_a_lost_node_learns_once_that_it_is_back(returns: str, told: list[str]) -> None:
+    log = Log()
+    for one in pretend_nodes("1x2x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 2, 4)
+    log.decide(1.0)
+    log.add(NodeLost(node=NodeId("r0n1")), at=2.0)
+    member = BundleAsk(index=0, members=(InstanceId(RoleName("w"), 1),), res=Res(cpus=1, gpus=4))
+    request = GangRequest(gang=GangId("moved-2"), bundles=(member,))
+    log.add(GangAsked(request=request, avoid=(NodeId("r0n1"),), lost=True), "runs", 3.0)
+    waits = [event for _, event in log.decide(4.0)]
+    assert [event.back for event in waits if isinstance(event, GangWaits)] == [()]
+    for mark in log.scheduler.decide(4.0).marks:
+        log.add(mark, at=4.0)
+    node = pretend_nodes(returns.split()[0], host="real")[1]
+    log.add(NodeJoined(node=replace(node, host="other") if "another" in returns else node), at=5.0)
+    waits = [event for _, event in log.decide(6.0)]
+    assert not [event for event in waits if isinstance(event, GangGranted)], "its own reservation has the room"
+    assert [node for event in waits if isinstance(event, GangWaits) for node in event.back] == told
+    assert not [event for _, event in log.decide(7.0) if isinstance(event, GangWaits)]
+    log.add(GangReleased(gang=GangId("moved-2"), epoch=Epoch(2)), "runs", 8.0)
+    assert log.decide(9.0) == [] and {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}
 
 
 def gang_of_each(spec: JobSpec) -> tuple[GangRequest, ...]:

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from rota.cluster.core import admission, events, explain
 from rota.cluster.core.choice import choices_of
 from rota.cluster.core.grants import (
-    LEFT,
     Place,
     ask_of_gang,
+    back_of,
     bundles_of,
     divided,
     held_at,
     home_in,
+    left_at,
     missing_of,
+    moves_of,
     placement_of,
     row_of,
 )
@@ -26,7 +28,6 @@ from rota.cluster.core.jobs import Allocations, Choice, JobAsk, Wait, ask_of, co
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
-from rota.spec.errors import nearest
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -53,12 +54,12 @@ from rota.spec.events import (
     StopAsked,
     UploadStarted,
 )
-from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
+from rota.spec.gang import BundleGrant, GangRequest, Grant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason, final_state
-from rota.spec.resources import Health, Node, Res
+from rota.spec.resources import Health, Node
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
@@ -133,6 +134,8 @@ class Scheduler:
         """Row of a gang that is asked for to the nodes that its members leave."""
         self._gone: dict[JobId, tuple[NodeId, ...]] = {}
         """The same of nodes that were lost: they may be used again once they are back."""
+        self._back: dict[JobId, tuple[NodeId, ...]] = {}
+        """Those of them that are back, until the job knows."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
         self._unsuccessful: dict[JobId, str] = {}
@@ -235,6 +238,8 @@ class Scheduler:
             case GangGranted() if known is not None:
                 self._granted(job, known, event, at)
             case GangWaits(gang=gang, reason=reason):
+                if event.back:
+                    self._back.pop(row_of(job, gang), None)
                 wait = Wait(reason=reason, text=event.text)
                 self._happened(events.ReasonGiven(job=row_of(job, gang), wait=wait), at)
             case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
@@ -340,6 +345,7 @@ class Scheduler:
         if request is None or row not in self.state.jobs:
             return
         self._gone.pop(row, None)
+        self._back.pop(row, None)
         for node in self._left.pop(row, ()):
             self._suspect(node, f"{job} left it after its processes died there")
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
@@ -359,6 +365,7 @@ class Scheduler:
         """A node that was lost may be used again, also by those that wait for another one in its place."""
         for row in [row for row, gone in self._gone.items() if node in gone and row in self.state.jobs]:
             self._gone[row] = tuple(one for one in self._gone[row] if one != node)
+            self._back[row] = (*self._back.get(row, ()), node)
             self._left[row] = tuple(one for one in self._left[row] if one != node)
             avoid = list(self.state.jobs[row].ask.avoid)
             avoid.remove(node)  # once: another reason to be apart from it stays
@@ -367,10 +374,10 @@ class Scheduler:
     def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
         gone = [request for request in known.asks if which(request)] if known else []
         for request in gone:
-            self._left.pop(row_of(job, request.gang), None)
-            self._gone.pop(row_of(job, request.gang), None)
-            self._short.pop(row_of(job, request.gang), None)
-            self._happened(events.JobGone(job=row_of(job, request.gang)), at)
+            row = row_of(job, request.gang)
+            for known_of in (self._left, self._gone, self._back, self._short):
+                known_of.pop(row, None)
+            self._happened(events.JobGone(job=row), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
 
@@ -487,15 +494,12 @@ class Scheduler:
         self, job: JobId, left: Sequence[BundleGrant], gangs: frozenset[GangId], moved_to: GangId, at: float
     ) -> None:
         """A row of its own for the cores that the engine keeps reserved at the places that a job has left."""
-        known, gang = self._jobs[job], GangId(f"{LEFT}{moved_to}")
-        asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
-        request = GangRequest(gang=gang, bundles=tuple(asks))
-        bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
+        known, (request, grant) = self._jobs[job], left_at(left, moved_to)
         ask = ask_of_gang(job, known.spec, request, user=known.user, queued_at=known.queued_at)
-        self._jobs[job] = replace(known, asks=(*known.asks, request), left={**known.left, gang: gangs})
+        self._jobs[job] = replace(known, asks=(*known.asks, request), left={**known.left, request.gang: gangs})
         self._happened(events.JobArrived(ask=ask), known.queued_at)
-        held = held_at(self.state, ((request, Grant(gang=gang, bundles=bundles)),))
-        self._happened(events.JobHolds(job=row_of(job, gang), held=held), at)
+        held = held_at(self.state, ((request, grant),))
+        self._happened(events.JobHolds(job=row_of(job, request.gang), held=held), at)
 
     def _free_cores(self, job: JobId, known: _Known, gang: GangId, at: float) -> _Known:
         """A reservation is gone: its cores are free at the places that were left, too."""
@@ -586,6 +590,9 @@ class Scheduler:
         events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
         wake: list[float] = []
         decisions, refused = guarded(self.state, self.profile, now)
+        decided = {one.job for one in decisions if not isinstance(one, WakeAt)}
+        again = ((row, self.state.jobs[row].wait) for row in self._back if row not in decided and self._back_of(row))
+        decisions = [*decisions, *(WaitOn(job=row, wait=wait) for row, wait in again if wait is not None)]
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
         for decision in decisions:
             if isinstance(decision, WakeAt):
@@ -600,7 +607,8 @@ class Scheduler:
                     bundles = placement_of(self.state, (request,), held).gangs[0].bundles
                     events.append((job, GangGranted(gang=gang, bundles=bundles)))
                 case WaitOn(wait=wait) if gang is not None:
-                    events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
+                    back = self._back_of(decision.job)
+                    events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text, back=back)))
                 case Preempt(reason=reason, grace_s=grace_s, for_job=for_job):
                     other, only = self._key_of(for_job)[0], gang if self._can_spare(job, gang) else None
                     if gang is None or job not in stopped:  # what a job holds beside stops with it
@@ -613,7 +621,7 @@ class Scheduler:
                     raise AssertionError(
                         f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
                     )
-        events += self._moves()
+        events += moves_of(self.state, self._drains, self._asked_to_leave)
         return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),
@@ -636,17 +644,11 @@ class Scheduler:
         members = [member for ask in known.asks if ask.gang == gang for one in ask.bundles for member in one.members]
         return bool(members) and all(one.rank >= known.spec.role(one.role).gang_size for one in members)
 
-    def _moves(self) -> list[tuple[JobId, Event]]:
-        """Jobs that do not know yet that they must leave a node, or that they need not any more."""
-        holders = [row for row in self.state.holders() if row.phase != "stopping"] if self._drains else []
-        there = {(self.state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
-        due = {one: self._drains[one[0]] for one in sorted(there) if one[0] in self._drains}
-        new = [one for one, due_at in due.items() if self._asked_to_leave.get(one) != due_at]
-        leave = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
-        stay = [
-            (job, MoveAsked(node=node, due_at=None)) for node, job in self._asked_to_leave if node not in self._drains
-        ]
-        return [*leave, *stay]
+    def _back_of(self, row: JobId) -> tuple[NodeId, ...]:
+        """Nodes that a gang avoids and that are back, with places of its job that no other can have."""
+        known = self._jobs[self._key_of(row)[0]]
+        sure = [node for node in self._back.get(row, ()) if node not in self._suspects]
+        return back_of(self.state, (*known.own, *known.beside), sure)
 
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
@@ -659,12 +661,7 @@ class Scheduler:
 
     def find_queue(self, path: str) -> str | None:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
-        tree = self.state.queues
-        if path not in tree.row:
-            return f"queue {path!r} does not exist; {nearest(path, tree.row, 'queues')}"
-        if not tree.leaf[tree.row[path]]:
-            return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(tree.leaves_under(path))}"
-        return None
+        return self.state.queues.find_problem(path)
 
     def explain(self, job: JobId, now: float) -> explain.SchedulerExplanation | None:
         """Why a live job waits, and what would make it start now; None for a job that is not known here."""

@@ -165,11 +165,15 @@ class GangGranted(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangWaits(JobEvent):
-    """A GangAsked cannot be granted now; it stays asked for. Appended when the reason changes."""
+    """A GangAsked cannot be granted now; it stays asked for. Appended when the reason changes, or a node comes back.
+
+    ``back`` are nodes that the GangAsked avoids and that are there again, with the places that the job holds on them.
+    """
 
     gang: GangId
     reason: Reason
     text: str = ""
+    back: tuple[NodeId, ...] = ()
 
 
 # -- the master (M) ---------------------------------------------------------------------------------------------------

@@ -22,12 +22,13 @@ from rota.spec.events import (
     GangAsked,
     GangReleased,
     GangReserveFailed,
+    GangWaits,
     InstanceLost,
     PreemptAsked,
     ScaleAsked,
     TimerFired,
 )
-from rota.spec.ids import Epoch, JobId, RoleName
+from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.job import Near, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import GangState, InstanceState, JobState, Level
@@ -284,6 +285,42 @@ def test_a_lost_node_is_replaced_by_another_and_the_rest_goes_on(driven):
     assert driven.ctx.state is JobState.RUNNING
     assert driven.ctx.bundle(at("w/0"))[1].node == "h1"
     assert driven.ctx.instances[at("w/1")].restarts == other.restarts + 1, "it was on the same node"
+
+
+def test_who_waits_for_a_node_starts_where_it_was_as_soon_as_its_own_is_back(driven):
+    driven.run(spec(service("w", 3), loop()), "h0", "h1", "h2", "h0")
+    gangs = driven.ctx.gangs
+    driven.feed(lost(driven, "w/1", Reason.NODE_LOST), lost(driven, "w/2", Reason.NODE_LOST))
+    driven.settle()
+    (asked,) = driven.ctx.asks
+    assert (driven.ctx.state, asked.avoid) == (JobState.RECOVERING, ("h1", "h2"))
+    driven.feed(GangWaits(gang=asked.gang, reason=Reason.NO_FREE_DEVICES, back=(NodeId("h1"),)))
+    driven.settle()
+    (asked,) = driven.ctx.asks
+    assert ([str(one) for one in asked.everybody], asked.avoid) == (["w/2"], ("h2",))
+    assert driven.ctx.instances[at("w/1")].state is InstanceState.READY, "it does not wait for the other"
+    driven.feed(GangWaits(gang=asked.gang, reason=Reason.NO_FREE_DEVICES, back=(NodeId("h2"),)))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.asks, driven.ctx.gangs) == (JobState.RUNNING, (), gangs)
+    assert [driven.ctx.bundle(at(f"w/{rank}"))[1].node for rank in (1, 2)] == ["h1", "h2"]
+    assert replayed(driven) == driven.ctx
+
+
+def test_a_world_that_shrank_grows_again_where_it_was_when_the_node_is_back(driven):
+    role = replace(command("train", 2, mesh=(("dp", 2),), elastic_axis="dp"), replicas_min=1, replicas_max=2)
+    driven.feed(*submitted(spec(role)), started(spec(role), "train", 2, "h0", "h1"))
+    driven.master().settle()
+    driven.feed(lost(driven, "train/1", Reason.NODE_LOST))
+    driven.settle()
+    (asked,) = driven.ctx.asks
+    assert (active(driven, "train"), asked.avoid) == ([0], ("h1",))
+    driven.feed(GangWaits(gang=asked.gang, reason=Reason.NO_FREE_DEVICES, back=(NodeId("h1"),)))
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=61.0)
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.asks) == ([0, 1], ())
+    assert driven.ctx.bundle(at("train/1"))[1].node == "h1"
+    assert replayed(driven) == driven.ctx
 
 
 def test_a_place_that_the_engine_refuses_is_avoided_beside_the_lost_node(driven):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.jobs import Shape
+from rota.spec.errors import nearest
 from rota.spec.queue import DEFAULT_QUEUE, Queue
 from rota.spec.resources import Node, Res
 
@@ -310,3 +311,11 @@ class QueueTable:
     def leaves_under(self, path: str) -> list[str]:
         """Paths of the leaves below a queue."""
         return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]
+
+    def find_problem(self, path: str) -> str | None:
+        """Why no job may be submitted to this queue, and what to use; None where it may."""
+        if path not in self.row:
+            return f"queue {path!r} does not exist; {nearest(path, self.row, 'queues')}"
+        if not self.leaf[self.row[path]]:
+            return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(self.leaves_under(path))}"
+        return None

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, ask_of, compile_shape
 from rota.cluster.core.state import LOST, State
-from rota.spec.gang import BundleGrant, GangRequest, Grant, Placement
+from rota.spec.events import MoveAsked
+from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant, Placement
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.resources import Res
@@ -64,6 +65,23 @@ def missing_of(state: State, places: tuple[Place, ...]) -> tuple[NodeId, ...]:
     return tuple(dict.fromkeys(one.node for _, grant in places for one in grant.bundles if not there(one)))
 
 
+def back_of(state: State, places: Sequence[Place], nodes: Sequence[NodeId]) -> tuple[NodeId, ...]:
+    """Those of these nodes where all that the places have there is back, under the host that the engine knows.
+
+    A host that is known by the engine's own id has another one after its return: what was reserved there stays lost.
+    """
+    found: list[NodeId] = []
+    for node in nodes:
+        grants = [given for _, grant in places for given in grant.bundles if given.node == node]
+        row = state.node_row.get(node)
+        if grants and row is not None and not state.node_health[row]:
+            devices = [state.device_rows(row, given.devices) for given in grants]
+            whole = all(len(has) == len(given.devices) for has, given in zip(devices, grants))
+            fit = not any(state.dev_health[one] for has in devices for one in has)
+            found += [node] if whole and fit and all(one.host == state.nodes[row].host for one in grants) else []
+    return tuple(found)
+
+
 def bundles_of(places: Sequence[Place]) -> int:
     """How many bundles these places have."""
     return sum(len(request.bundles) for request, _ in places)
@@ -82,6 +100,27 @@ def divided(place: Place, to: GangId, moved: Mapping[tuple[InstanceId, ...], Bun
         gang = to if ask.members in moved else request.gang
         bundle = replace(moved.get(ask.members, given), index=given.index)
         yield GangRequest(gang=gang, bundles=(ask,)), Grant(gang=gang, bundles=(bundle,))
+
+
+def left_at(left: Sequence[BundleGrant], moved_to: GangId) -> Place:
+    """Cores that the engine keeps reserved where the members of a gang were before."""
+    gang = GangId(f"{LEFT}{moved_to}")
+    asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
+    bundles = (replace(given, index=i, devices=()) for i, given in enumerate(left))
+    return GangRequest(gang=gang, bundles=tuple(asks)), Grant(gang=gang, bundles=tuple(bundles))
+
+
+def moves_of(
+    state: State, drains: Mapping[NodeId, float], asked: Mapping[tuple[NodeId, JobId], float]
+) -> list[tuple[JobId, MoveAsked]]:
+    """Jobs that do not know yet that they must leave a node and until when, or that they need not any more."""
+    holders = [row for row in state.holders() if row.phase != "stopping"] if drains else []
+    there = {(state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
+    due = {one: drains[one[0]] for one in sorted(there) if one[0] in drains}
+    new = [one for one, due_at in due.items() if asked.get(one) != due_at]
+    leave = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
+    stay = [(job, MoveAsked(node=node, due_at=None)) for node, job in asked if node not in drains]
+    return [*leave, *stay]
 
 
 def row_of(job: JobId, gang: GangId) -> JobId:

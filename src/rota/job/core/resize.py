@@ -173,13 +173,31 @@ def granted(ctx: JobContext, event: GangGranted) -> JobContext:
 
 
 def waits(ctx: JobContext, event: GangWaits) -> JobContext:
-    """No grant now. Members whose old node is fit stay there; the others wait."""
+    """No grant now. Members whose old node is fit, or back, stay there; the others wait."""
     ctx = _with_ask(ctx, event.gang, AskState.ASKED, answered=True)
     ask = next((one for one in ctx.asks if one.gang == event.gang), None)
+    ctx = ctx if ask is None else _returned(ctx, ask, event.back)
     moves = ask is not None and any(not ctx.instances[one].retired for one in ask.everybody)
     failover = ctx.failover
     fit = failover is not None and is_fit(ctx, failover.cause)
     return no_node(ctx) if moves and fit else ctx
+
+
+def _returned(ctx: JobContext, ask: GangDemand, nodes: tuple[NodeId, ...]) -> JobContext:
+    """Members of an ask whose place is on a node that is back may start there again: the ask is dropped without them.
+
+    The job has held these places all the time, so that they are granted to no gang.
+    """
+    have = {gang.id for gang in ctx.gangs if gang.state is GangState.RESERVED}
+    homes = {one: ctx.bound[one] for one in ask.everybody if one in ctx.bound}
+    back = (ctx.instances[one] for one, (gang, bundle) in homes.items() if gang in have and bundle.node in nodes)
+    away = [one for one in back if one.excluded]
+    there = [one for one in away if not one.retired or one.id.rank < ctx.role(one.id.role).gang_size]
+    if not there:
+        return ctx
+    ctx = replace(ctx.with_instances([replace(one, excluded=()) for one in there]), starting_s=ctx.at_s)
+    joins = ask.state is AskState.ASKED and all(one.retired for one in there)
+    return _with_ask(ctx, ask.gang, AskState.ASKED, AskState.DROPPED) if joins else ctx
 
 
 def is_fit(ctx: JobContext, cause: Loss) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from standing import Standing, standing
+from test_cli import rota
 from tests import postgres
 
 from rota.runtime.environ import Home
@@ -61,6 +62,7 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
     db_url = "" if store == "sqlite" else postgres.database(home)
     new = load_settings({"home": str(home), "db_url": db_url}, environ={})
     done = restore(new, out)
+    assert done["jobs"] == 1
     before, after = SqlLog(old.db_url or f"sqlite:///{old.home}/rota.db"), SqlLog(db_url or f"sqlite:///{home}/rota.db")
     assert after.read() == before.read() and after.last_number() == done["records"] > 4
     assert after.fence("install") == before.fence("install") == 1
@@ -76,13 +78,19 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
         restore(new, out)
 
 
-def test_a_restored_installation_has_the_pretend_nodes_of_the_one_before(tmp_path: Path) -> None:
+def test_a_restore_says_which_pretend_nodes_and_how_many_jobs_the_next_up_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, out = made(tmp_path)
     write_private(Home.of(old.home).last_up, json.dumps({"pretend": "2x4x8", "port": 7711}))
     out.unlink()
     back_up(old, out)
     new = load_settings({"home": str(tmp_path / "new")}, environ={})
-    assert restore(new, out)["pretend"] == "2x4x8"
+    monkeypatch.setenv("ROTA_HOME", new.home)
+    said = rota("restore", str(out))
+    assert "start it: rota up (with the pretend nodes 2x4x8)" in said.out, said
+    assert "1 job of the back-up has not ended: the next 'rota up' here continues it." in said.err
+    assert "end it first (rota down), or they run twice" in said.err
     again = as_before(new, Home.of(new.home))
     assert (again.pretend, again.port) == ("2x4x8", new.port), "the address is that of the new home"
 

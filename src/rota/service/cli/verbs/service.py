@@ -320,7 +320,14 @@ def restore(
     document = fill(flags.settings(db_url=db), source)
     nodes = f" (with the pretend nodes {document['pretend']})" if document["pretend"] else ""
     text = f"{document['home']}: {_kept(document)}; start it: rota up{nodes}"
-    flags.terminal().show(document, lambda term: term.line(text))
+    terminal = flags.terminal()
+    terminal.show(document, lambda term: term.line(text))
+    if jobs := document["jobs"]:
+        have, them = ("has", "it") if jobs == 1 else ("have", "them")
+        terminal.note(
+            f"{counted(jobs, 'job')} of the back-up {have} not ended: the next 'rota up' here continues {them}."
+        )
+        terminal.note("If the installation of the back-up still runs, end it first (rota down), or they run twice.")
     return 0
 
 

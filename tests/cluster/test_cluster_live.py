@@ -715,6 +715,7 @@ def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_othe
         assert job == "three" and isinstance(admitted, JobAdmitted) and admitted.placement.bundles[0].node != node
     (mark,) = outcome.marks
     assert (mark.node, mark.health, mark.by) == (node, Health.SUSPECT, "scheduler")
+    assert vars(log.scheduler)["_suspects"] == {}, "a decision notes nothing that the log does not have"
     for event, job in (
         (mark, None),
         (admitted, "three"),

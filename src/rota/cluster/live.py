@@ -337,7 +337,7 @@ class Scheduler:
         self._left[row] = event.avoid
         self._gone[row] = event.avoid if event.lost else ()
         for node in event.avoid if event.lost else ():
-            self._suspect(node, f"lost, as {job} reports")
+            self._suspects |= self._suspect(node, f"lost, as {job} reports")
 
     def _granted(self, job: JobId, known: _Known, event: GangGranted, at: float) -> None:
         row = row_of(job, event.gang)
@@ -347,7 +347,7 @@ class Scheduler:
         self._gone.pop(row, None)
         self._back.pop(row, None)
         for node in self._left.pop(row, ()):
-            self._suspect(node, f"{job} left it after its processes died there")
+            self._suspects |= self._suspect(node, f"{job} left it after its processes died there")
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
         if not self._hold(row, (place,), None, at):
             return  # its master finds no node there, and gives the gang back
@@ -355,11 +355,11 @@ class Scheduler:
         if bundles_of(known.own) < known.bundles:
             self._settle(job, self._jobs[job], known.own, at)
 
-    def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
+    def _suspect(self, node: NodeId, text: str, by: str = "failover") -> dict[NodeId, NodeMarked]:
         """A node that a job had to leave, or that is overdrawn, takes no new work until it is marked healthy."""
         known = self._nodes.get(node)
-        if known is not None and known.health is Health.HEALTHY:
-            self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
+        mark = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
+        return {node: mark} if known is not None and known.health is Health.HEALTHY else {}
 
     def _is_back(self, node: NodeId, at: float) -> None:
         """A node that was lost may be used again, also by those that wait for another one in its place."""
@@ -575,17 +575,17 @@ class Scheduler:
     def decide(self, now: float) -> SchedulingOutcome:
         """What should be appended now; ask again after applying it.
 
-        Of the state only counts that are not those of the jobs are put right, and their nodes noted as suspects.
+        The state stays as it is, unless its counts are not those of its jobs: then it is laid out anew first.
         """
         with self._at_work():
-            return self._decide(now)
+            if broken := violations(self.state):
+                self._to_lay_out_at = now
+            return self._decide(now, broken)
 
-    def _decide(self, now: float) -> SchedulingOutcome:
-        broken = violations(self.state)
-        if broken:  # counts that are not those of the jobs are repaired by counting anew
-            self._rebuild(now)
+    def _decide(self, now: float, broken: Sequence[str]) -> SchedulingOutcome:
+        suspects = dict(self._suspects)
         for row in overdrawn(self.state):
-            self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
+            suspects |= self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
         events = self._ends_of_never_satisfied()
         events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
         wake: list[float] = []
@@ -625,7 +625,7 @@ class Scheduler:
         return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),
-            marks=tuple(self._suspects.values()),
+            marks=tuple(suspects.values()),
             broken=(*broken, *(f"{job}: {self.state.broken(text, job)}" for job, text in refused.items())),
         )
 

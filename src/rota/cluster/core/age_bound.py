@@ -89,11 +89,11 @@ class AgeBound:
         if self._profile.division.verdict(state, row) is not None:
             return False
         key = (state.marks, place_key(line_key(row)))
-        if key not in state.empty_fits:
+        if key not in state.answers.empty_fits:
             with self._excluding(row), self._txn.trial():
                 state.lift(self._txn, [other.ask.id for other in state.holders()])
-                state.empty_fits[key] = self._profile.placer.place(state, self._txn, row) is not None
-        return state.empty_fits[key]
+                state.answers.empty_fits[key] = self._profile.placer.place(state, self._txn, row) is not None
+        return state.answers.empty_fits[key]
 
 
 def _waits_since(row: LiveJob) -> float:

@@ -40,15 +40,15 @@ def promise_level(state: State, row: LiveJob) -> int:
         return UNCOVERED
     key = (row.ask.queue, entry_of(row), row.ask.shape)
     stamp = state.ranked_at.get(top_of(row.ask.queue), -1)
-    known = state.promised.get(key)
+    known = state.answers.promised.get(key)
     if known is not None and known[0] == stamp:
         return known[1]
-    if len(state.promised) > ANSWERS_MAX:
-        state.promised.clear()
+    if len(state.answers.promised) > ANSWERS_MAX:
+        state.answers.promised.clear()
     levels: dict[JobId, int] = {}
     _use(state, line[-1], row, levels)
     found = levels.get(row.ask.id, UNCOVERED)
-    state.promised[key] = (stamp, found)
+    state.answers.promised[key] = (stamp, found)
     return found
 
 
@@ -66,9 +66,9 @@ def next_level(state: State, first: LiveJob) -> int:
     """``promise_level`` of the first job of a queue, asked for each job of it: kept until something changes."""
     queue = first.ask.queue
     stamp = state.ranked_at.get(top_of(queue), -1)
-    known = state.next_level.get(queue)
+    known = state.answers.next_level.get(queue)
     if known is None or known[0] != stamp or known[1] is not first.ask:
-        known = state.next_level[queue] = (stamp, first.ask, promise_level(state, first))
+        known = state.answers.next_level[queue] = (stamp, first.ask, promise_level(state, first))
     return known[2]
 
 
@@ -82,17 +82,17 @@ def _covered_by_leaf(state: State, row: LiveJob, queue: int) -> bool:
 def leaf_use(state: State, path: str) -> LeafUse:
     """The running jobs of a leaf against its promise; after a change only what follows it is counted anew."""
     stamp, steps = state.ranked_at.get(path, -1), list[tuple[QueueEntry, bool]]()
-    known = latest = state.leaf_uses.get((path, stamp))
+    known = latest = state.answers.leaf_uses.get((path, stamp))
     before = stamp
-    while latest is None and len(steps) < STEPS_MAX and (step := state.rank_steps.get(before)) is not None:
+    while latest is None and len(steps) < STEPS_MAX and (step := state.answers.steps.get(before)) is not None:
         before, entry, member = step
         steps.append((entry, member))
-        latest = state.leaf_uses.get((path, before))
+        latest = state.answers.leaf_uses.get((path, before))
     if known is None:
         known = None if latest is None else _after_steps(state, path, latest, steps)
-        if len(state.leaf_uses) > USES_MAX * len(state.queues.rows):
-            del state.leaf_uses[next(iter(state.leaf_uses))]
-        known = state.leaf_uses[path, stamp] = known or counted_anew(state, path)
+        if len(state.answers.leaf_uses) > USES_MAX * len(state.queues.rows):
+            del state.answers.leaf_uses[next(iter(state.answers.leaf_uses))]
+        known = state.answers.leaf_uses[path, stamp] = known or counted_anew(state, path)
     return known
 
 
@@ -197,12 +197,12 @@ def top_of(path: str) -> str:
 def _beyond_of(state: State, top: str) -> set[JobId]:
     """Running jobs of the tree below ``top`` that no promise covers."""
     key = (top, state.ranked_at.get(top, -1))
-    known = state.beyond.get(key)
+    known = state.answers.beyond.get(key)
     if known is None:
-        if len(state.beyond) > USES_MAX * len(state.queues.rows):
-            state.beyond.clear()
+        if len(state.answers.beyond) > USES_MAX * len(state.queues.rows):
+            state.answers.beyond.clear()
         rest = _use(state, state.queues.row[top]).rest
-        known = state.beyond[key] = {entry[-1] for entry, _ in rest}
+        known = state.answers.beyond[key] = {entry[-1] for entry, _ in rest}
     return known
 
 

@@ -73,6 +73,33 @@ class PolicyBook(Protocol):
         ...
 
 
+class Answers:
+    """What was worked out of a state and may be asked again; none of it is state, and no Txn writes it.
+
+    Each answer has in its key, or beside it, the change that it follows from (``State.ranked_at``, ``State.marks``).
+    No two changes share a number: when a write is undone the answers of before are found again, and those of after it
+    never are. ``steps`` has by change of ``ranked`` the one before it of that queue, and who came or left.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.steps: dict[int, tuple[int, QueueEntry, bool]] = {}
+        self.promised: dict[tuple[str, QueueEntry, Shape], tuple[int, int]] = {}
+        self.leaf_uses: dict[tuple[str, int], LeafUse] = {}
+        self.next_level: dict[str, tuple[int, JobAsk, int]] = {}
+        self.beyond: dict[tuple[str, int], set[JobId]] = {}
+        self.empty_fits: dict[tuple[int, LineKey], bool] = {}
+
+    def step(self, before: int, entry: QueueEntry, member: bool) -> int:
+        """The number of a change of ``ranked``, which is remembered with the one before it of that queue."""
+        change = self.changes
+        self.changes += 1
+        if len(self.steps) > STEPS_KEPT:
+            del self.steps[next(iter(self.steps))]
+        self.steps[change] = (before, entry, member)
+        return change
+
+
 class _StateScope:
     """A scope of the Txn of a state, which is made for the outermost one."""
 
@@ -102,9 +129,9 @@ class State:
     ``started`` has who was started by the pass that is made, ``claimed`` who waits there for what others give back,
     ``running`` who runs by queue and
     priority, ``ranked`` by queue in its order who runs, or has claimed what others give back, opportunistic work aside
-    (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone;
-    ``rank_steps``: by change the one before it of that queue, and who came or left), ``ends`` the expected ends of who
-    holds devices, soonest first, ``parts`` what jobs hold or ask for beside their admission,
+    (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone),
+    ``ends`` the expected ends of who holds devices, soonest first,
+    ``parts`` what jobs hold or ask for beside their admission,
     ``stopped_for`` who was stopped for whom, and when, since something happened that decisions do not cause,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
     ``taken`` what ended jobs took of the time that they asked, ``used_by`` what users hold in queues that limit them,
@@ -136,13 +163,7 @@ class State:
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
         self.ranked: dict[str, list[QueueEntry]] = {}
         self.ranked_at: dict[str, int] = {}
-        self.rank_steps: dict[int, tuple[int, QueueEntry, bool]] = {}
-        self._changes = 0
-        self.empty_fits: dict[tuple[int, LineKey], bool] = {}
-        self.promised: dict[tuple[str, QueueEntry, Shape], tuple[int, int]] = {}
-        self.leaf_uses: dict[tuple[str, int], LeafUse] = {}
-        self.next_level: dict[str, tuple[int, JobAsk, int]] = {}
-        self.beyond: dict[tuple[str, int], set[JobId]] = {}
+        self.answers = Answers()
         self.ends: list[tuple[float, JobId]] = []
         self.parts: dict[JobId, dict[JobId, None]] = {}
         self.stopped_for: dict[tuple[JobId, JobId], float] = {}
@@ -325,11 +346,7 @@ class State:
     def _ranked(self, txn: Txn, queue: str, entry: QueueEntry, member: bool) -> None:
         self._list_rank(queue, entry, member)
         txn.did(partial(self._list_rank, queue, entry, not member))
-        change = self._changes
-        self._changes += 1
-        if len(self.rank_steps) > STEPS_KEPT:
-            del self.rank_steps[next(iter(self.rank_steps))]
-        self.rank_steps[change] = (self.ranked_at.get(queue, -1), entry, member)
+        change = self.answers.step(self.ranked_at.get(queue, -1), entry, member)
         for path in {queue, queue.partition("/")[0]}:
             txn.put(self.ranked_at, path, change)
 
@@ -564,8 +581,7 @@ class State:
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
         new.parts = {job: dict(parts) for job, parts in self.parts.items()}
         new.ranked = {queue: list(entries) for queue, entries in self.ranked.items()}
-        new.ranked_at, new.rank_steps, new._changes, new.promised, new.beyond = {}, {}, 0, {}, {}
-        new.empty_fits, new.leaf_uses, new.next_level = {}, {}, {}
+        new.ranked_at, new.answers = {}, Answers()
         new.used_by, new.stopped_for = dict(self.used_by), dict(self.stopped_for)
         new.users = {queue: dict(counts) for queue, counts in self.users.items()}
         new.undone, new.data, new.taken = dict(self.undone), dict(self.data), dict(self.taken)

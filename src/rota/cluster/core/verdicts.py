@@ -15,6 +15,8 @@ class VerdictCache:
     """Verdicts of "no" that hold as long as nothing was given back since they were reached.
 
     It is not part of the state: a pass that is undone leaves what it has learned, so that the next one gets further.
+    What a Txn undoes are the takings, and no two givings share a number: a verdict of a trial is found again only where
+    the same was taken from the same.
 
     For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
     given back. A verdict is good on every continuation of the takings under which it was reached; the numbers behind it

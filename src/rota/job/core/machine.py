@@ -370,10 +370,12 @@ class EventRow:
 
 
 def _row(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> EventRow:
+    """An event of a job that is not giving everything back."""
     return EventRow(event, states, False, fold)
 
 
-def _last(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> EventRow:
+def _ending(event: type[E], states: tuple[JobState, ...], fold: Callable[[JobContext, E], JobContext]) -> EventRow:
+    """An event of a job that gives everything back."""
     return EventRow(event, states, True, fold)
 
 
@@ -412,29 +414,29 @@ ROWS: tuple[EventRow, ...] = (
     _row(CommitCopied, (*WAITING, *LIVE), _copied),
     _row(TimerFired, LIVE, attempt.fire),
     _row(JobEnded, (*WAITING, *LIVE), _ended_job),
-    _last(JobChanged, ENDING, _changed_for_later),
-    _last(PreemptAsked, (_J.RECOVERING,), shutdown.preempted),
-    _last(PreemptAsked, (_J.PREEMPTING,), shutdown.preempted_again),
-    _last(StopAsked, (_J.RECOVERING, _J.PREEMPTING), attempt.stop),
-    _last(StopAsked, (_J.STOPPING,), _stopped_now),
-    _last(JobRequeued, (_J.RECOVERING, _J.PREEMPTING), _requeued),
-    _last(MasterStarted, ENDING, _mastered),
-    _last(Reattached, ENDING, _reattached),
-    _last(GangReserved, ENDING, _reserved),
-    _last(GangReserveFailed, ENDING, _reserve_failed),
-    _last(GangReleased, ENDING, _released),
-    _last(InstanceStarted, ENDING, _started),
-    _last(InstanceEnded, ENDING, _ended_on_the_way),
-    _last(InstanceStopped, ENDING, _stopped_at_the_end),
-    _last(InstanceLost, ENDING, shutdown.lost),
-    _last(ProgressStalled, ENDING, shutdown.lost),
-    _last(Committed, (_J.PREEMPTING, _J.STOPPING), _last_commit),
-    _last(CheckpointSaved, ENDING, _last_saved),
-    _last(CommitCopied, ENDING, _copied),
-    _last(TimerFired, ENDING, attempt.fire),
-    _last(UploadStarted, (_J.STOPPING,), _upload_started),
-    _last(UploadEnded, (_J.STOPPING,), _upload_ended),
-    _last(JobEnded, ENDING, _ended_job),
+    _ending(JobChanged, ENDING, _changed_for_later),
+    _ending(PreemptAsked, (_J.RECOVERING,), shutdown.preempted),
+    _ending(PreemptAsked, (_J.PREEMPTING,), shutdown.preempted_again),
+    _ending(StopAsked, (_J.RECOVERING, _J.PREEMPTING), attempt.stop),
+    _ending(StopAsked, (_J.STOPPING,), _stopped_now),
+    _ending(JobRequeued, (_J.RECOVERING, _J.PREEMPTING), _requeued),
+    _ending(MasterStarted, ENDING, _mastered),
+    _ending(Reattached, ENDING, _reattached),
+    _ending(GangReserved, ENDING, _reserved),
+    _ending(GangReserveFailed, ENDING, _reserve_failed),
+    _ending(GangReleased, ENDING, _released),
+    _ending(InstanceStarted, ENDING, _started),
+    _ending(InstanceEnded, ENDING, _ended_on_the_way),
+    _ending(InstanceStopped, ENDING, _stopped_at_the_end),
+    _ending(InstanceLost, ENDING, shutdown.lost),
+    _ending(ProgressStalled, ENDING, shutdown.lost),
+    _ending(Committed, (_J.PREEMPTING, _J.STOPPING), _last_commit),
+    _ending(CheckpointSaved, ENDING, _last_saved),
+    _ending(CommitCopied, ENDING, _copied),
+    _ending(TimerFired, ENDING, attempt.fire),
+    _ending(UploadStarted, (_J.STOPPING,), _upload_started),
+    _ending(UploadEnded, (_J.STOPPING,), _upload_ended),
+    _ending(JobEnded, ENDING, _ended_job),
 )
 
 FOLDS: dict[tuple[JobState, bool, type[Event]], Callable[[JobContext, Any], JobContext]] = {

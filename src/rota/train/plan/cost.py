@@ -29,8 +29,9 @@ LOSS_TRAFFIC_BYTES = 20
 SCORE_BYTES = 4 * HALF_BYTES + 1
 """Scale, mask and softmax in one kernel read and write; dropout reads, writes and keeps a mask byte."""
 OPERATORS, TP_OPERATORS = 30, 2
-"""Operators, views included, that the host dispatches for the forward pass of a layer, and the collectives of a tensor
-group among them."""
+"""Operators, views included, that the host dispatches for the forward pass of a layer with fused projections, and the
+collectives of a tensor group among them. ``local_hardware._dispatch`` divides by the same number, so that the time of a
+layer, the product, does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

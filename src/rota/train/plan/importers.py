@@ -53,6 +53,8 @@ CALCULON = {
     "name": "name",
 }
 CALCULON_VOCAB = 51200
+"""Files of Calculon have no vocabulary; this is that of the models of Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM" (SC'21), section 5."""
 GATED_ACTIVATIONS = ("silu", "swiglu", "geglu")
 
 

@@ -48,6 +48,7 @@ def test_a_private_run_has_the_times_that_follow_by_hand(tmp_path: Path) -> None
     assert shown["cluster"] == {"nodes": 3, "gpus": 24, "vcs": {"a": 1, "b": 2}}
     figures = shown["summary"]
     assert (figures["jobs"], figures["finished"], figures["skipped"], figures["makespan_s"]) == (3, 3, 1, 110)
+    assert shown["unknown_tenants"] == ["nowhere"]
     assert figures["wait_s"]["max"] == 95
     assert figures["utilisation"] == pytest.approx((8 * 110 + 16 * 7) / (24 * 110))
     assert figures["invariant_violations"] == 0

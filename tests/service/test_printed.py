@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from rota.service.cli.app import call
+from rota.service.cli.flags import Flags
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs import inspect, plan, run
 from rota.service.cli.verbs.formatting import clock_time
@@ -110,6 +112,30 @@ def test_a_template_names_the_path_that_it_was_written_to(
     assert call(["init", "ddp", "--dir", "mine"]) == 0
     text = (tmp_path / "mine" / "job.yaml").read_text()
     assert "rota run mine/job.yaml" in text and "rota run job.yaml" not in text
+
+
+def test_following_a_job_that_waits_says_why_once_before_its_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [("QUEUED", "NO_FREE_DEVICES", "Needs 4 GPUs; 0 are free."), ("SUCCEEDED", "COMPLETED", "done")]
+
+    class Service:
+        def job(self, _: str) -> dict[str, str]:
+            state, reason, text = states.pop(0)
+            return {"id": "a-1", "state": state, "reason": reason, "text": text}
+
+        def logs(self, *_: object, **__: object) -> list[dict[str, str]]:
+            return [{"instance": "main/0", "text": "hello", "ts": ""}]
+
+    monkeypatch.setattr(Flags, "client", lambda _: nullcontext(Service()))
+    assert call(["logs", "-f", "a-1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "main/0 | hello\n"
+    assert err.splitlines() == [
+        "a-1 is QUEUED: NO_FREE_DEVICES: Needs 4 GPUs; 0 are free.",
+        "its output follows once it runs; see: rota explain a-1",
+        "a-1 SUCCEEDED: done",
+    ]
 
 
 def test_values_of_an_event_are_not_printed_as_python() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from standing import Standing, listening, with_service
-from test_cli import own_home, with_cli
+from test_cli import own_home, rota, with_cli
 from tests.makers import format_line
 
 from rota.service.jobfile.models import JobPart
@@ -206,6 +206,20 @@ def test_many_numbers_are_plotted_in_twelve_ranges() -> None:
     rows = [row(str(n), str(n / 7), float(n)) for n in range(50)]
     lines = plot(sweep_document("s", rows, Metric(name="loss")), "lr")
     assert len(lines) == 13 and all(".." in line for line in lines[1:])
+
+
+def test_a_mistake_in_a_value_is_named_by_the_flag_it_came_by_and_one_of_set_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(SOURCE)
+    run = ("run", "job.yaml", "--dry-run", "--sweep", "lr=1,2")
+    gpus = rota(*run, "--sweep", "roles.main.resources.gpus=1,x")
+    assert (gpus.status, "--set" in gpus.err) == (2, False)
+    assert "--sweep roles.main.resources.gpus=x: roles.main.resources.gpus: expected a number" in gpus.err
+    field = rota(*run, "--sweep", "rolez.main=1,2")
+    assert "--sweep rolez.main=1: rolez: unknown field; did you mean 'roles'?" in field.err
+    assert "--set #1:1:10: priority: expected" in rota(*run, "--set", "priority=y").err
 
 
 # -- with a service ---------------------------------------------------------------------------------------------------

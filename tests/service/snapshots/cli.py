@@ -310,7 +310,7 @@ def _played(it: Installed, transport: httpx.BaseTransport, folder: Path) -> Iter
             (joined, "join", lambda *_, **__: JOINED),
             (joined, "leave", lambda *_, **__: {**JOINED, "state": "left", "text": "", "ended": ["agent", "engine"]}),
             (backup, "back_up", lambda *_, **__: KEPT),
-            (backup, "restore", lambda *_, **__: KEPT | {"pretend": ""}),
+            (backup, "restore", lambda *_, **__: KEPT | {"jobs": 1, "pretend": ""}),
             (demo, "play", lambda _, say, **__: _outcome(say)),
             (doctor, "CHECKS", (lambda _: iter(FINDINGS),)),
             (plans, "calibrate_document", lambda *_, **__: HARDWARE),

@@ -192,6 +192,7 @@ class SimDocument(TypedDict):
     summary: Summary
     vcs: dict[str, TenantFigures]
     never_started: list[TableRow]
+    unknown_tenants: list[str]
     jobs: NotRequired[list[TableRow]]
     plots: NotRequired[list[str]]
 
@@ -229,6 +230,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         "summary": summary(lines, result, {one.vc: one.entitled for one in given.tenants}, skipped=given.trace.skipped),
         "vcs": per_tenant(lines, borrowed),
         "never_started": never_started(lines)[:JOBS_SHOWN_MAX],
+        "unknown_tenants": [*given.trace.unknown],
     }
     if all_jobs or len(lines) <= JOBS_SHOWN_MAX:
         shown["jobs"] = [line.row(JOB_COLUMNS) for line in lines]

@@ -82,10 +82,11 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Jobs in order of submission, then id; ``skipped`` counts rows of tenants that have no nodes."""
+    """Jobs in order of submission, then id; ``skipped`` counts rows of tenants that have no nodes, ``unknown``."""
 
     jobs: tuple[TraceJob, ...]
     skipped: int = 0
+    unknown: tuple[str, ...] = ()
     name: str = field(default="")
 
     def beside(self, other: Trace) -> Trace:
@@ -100,10 +101,11 @@ def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
     per_node = {tenant.vc: tenant.gpus_per_node for tenant in tenants}
     jobs: list[TraceJob] = []
     seen: set[str] = set()
-    skipped = 0
+    skipped, unknown = 0, set[str]()
     for place, row in rows_of(path, ("job_id", "submit_s", "duration_s", "gpus", "vc")):
         if row["vc"] not in per_node:
             skipped += 1
+            unknown.add(row["vc"])
             continue
         job = _trace_job(place, row, per_node[row["vc"]])
         if job.job_id in seen:
@@ -111,7 +113,7 @@ def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
         seen.add(job.job_id)
         jobs.append(job)
     jobs.sort(key=lambda job: (job.submit_s, job.job_id))
-    return Trace(jobs=tuple(jobs), skipped=skipped, name=path.name)
+    return Trace(jobs=tuple(jobs), skipped=skipped, unknown=tuple(sorted(unknown)), name=path.name)
 
 
 def read_tenants(path: Path) -> tuple[Tenant, ...]:

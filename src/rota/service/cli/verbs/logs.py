@@ -64,6 +64,8 @@ def logs(
     with flags.client() as client:
         if "/" in job:
             job, filters["instance"] = _job_and_instance(client, job, instance)
+        if follow:
+            _tell_wait(client, terminal, job)
         lines = client.logs(job, follow=follow, notice=terminal.note, **filters)
         if terminal.json and not follow:
             pages = list(client.log_pages(job, **filters))
@@ -90,6 +92,15 @@ def _job_and_instance(client: Client, given: str, instance: str) -> tuple[str, s
         return client.job(job)["id"], part
     except UnknownName as exc:
         raise UnknownName(f"{exc.message}; the job comes first", hint=f"rota logs JOB {given}") from None
+
+
+def _tell_wait(client: Client, terminal: Terminal, job: str) -> None:
+    """Following a job that waits would be silent until it starts: why it waits, once."""
+    document = client.job(job)
+    if document["state"] in (JobState.QUEUED, JobState.PAUSED):
+        why = f": {document['reason']}: {document['text']}" if document["reason"] else ""
+        terminal.note(f"{document['id']} is {document['state']}{why}")
+        terminal.note(f"its output follows once it runs; see: rota explain {document['id']}")
 
 
 def _why_nothing(document: Mapping[str, Any], written: bool) -> str:

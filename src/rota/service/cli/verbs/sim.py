@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.formatting import amount, lasting
+from rota.service.cli.verbs.formatting import amount, lasting, shortened
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
 
@@ -157,7 +157,8 @@ def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
             ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
             (
                 "  left out",
-                f"{counted(summary['skipped'], 'job')} of tenants that the file of tenants lacks"
+                f"{counted(summary['skipped'], 'job')} of tenants that the file of tenants lacks: "
+                f"{shortened(doc['unknown_tenants'], 8)}"
                 if summary["skipped"]
                 else "",
             ),

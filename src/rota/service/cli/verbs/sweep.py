@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast
 
@@ -13,13 +14,14 @@ from rota.service.cli.output import Table, Terminal
 from rota.service.cli.shell import monotonic, sleep
 from rota.service.cli.verbs.formatting import amount, labels, lasting
 from rota.service.cli.verbs.live import Ticker, live_line
-from rota.spec.errors import BadInput, IdempotencyConflict, TimedOut, UnknownName
+from rota.spec.errors import BadInput, IdempotencyConflict, JobFileError, TimedOut, UnknownName
 from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
     from rota.service.api import JobText
     from rota.service.client import Client
+    from rota.service.jobfile.problems import Problem
     from rota.service.models.jobs import JobRow
     from rota.service.sweeps import Metric, Point, SweepDocument, SweepJob, SweepRow
 
@@ -129,9 +131,28 @@ def plan_sweep(given: SweepFlags, body: JobText, name: str) -> SweepPlan:
         budgets=numbers,
         fields=tuple(sorted(fields)),
     )
-    for job in plan.jobs(plan.points, 0):
-        read_job(body["source"], filename=body["filename"], sets=plan.body_of(job)["sets"])
+    for point, job in zip(plan.points, plan.jobs(plan.points, 0)):
+        with _of_the_point(point):
+            read_job(body["source"], filename=body["filename"], sets=plan.body_of(job)["sets"])
     return plan
+
+
+@contextmanager
+def _of_the_point(point: Point) -> Iterator[None]:
+    """A mistake in a value of the point is named by the flag that it came by."""
+    try:
+        yield
+    except JobFileError as exc:
+        shown = tuple(_by_flag(one, point) for one in exc.problems)
+        raise JobFileError(shown, hint=exc.hint, **exc.fields) from None
+
+
+def _by_flag(problem: Problem, point: Point) -> Problem:
+    path, _, value = problem.source.partition("=")
+    name = path if path in point else path.removeprefix("env.")
+    if not problem.file.startswith("--set") or point.get(name) != value:
+        return problem
+    return replace(problem, file=f"--sweep {name}={value}", line=0)
 
 
 def run_sweep(client: Client, terminal: Terminal, plan: SweepPlan, *, wait: bool, timeout_s: float | None) -> int:
@@ -177,7 +198,8 @@ def _submitted(
     found: dict[str, Point] = {}
     for point, job in zip(points, plan.jobs(points, rung)):
         try:
-            found[client.submit(plan.body_of(job), key=job.key)["id"]] = point
+            with _of_the_point(point):
+                found[client.submit(plan.body_of(job), key=job.key)["id"]] = point
         except IdempotencyConflict:
             raise BadInput(
                 f"sweep {plan.name} has jobs of another file, folder, metric or --set", hint="-n NAME begins a new one"

@@ -250,6 +250,12 @@ def test_check_names_a_queue_that_takes_no_jobs_beside_every_other_mistake(tmp_p
         done: Done = await ask("run", str(tmp_path / "job.yaml"), "--check")
         assert done.status == 2 and "job.yaml:2:8: queue: no queue 'defalt' takes jobs; did you mean" in done.err
         assert "job.yaml:4:20: roles.main.workload: ModuleNotFoundError" in done.err
+        (tmp_path / "names.yaml").write_text(
+            "name: a\nafter: [nojob]\nsecrets: [KEY]\nroles: {main: {run: hostname}}\n"
+        )
+        names = await ask("run", str(tmp_path / "names.yaml"), "--check")
+        assert names.status == 2 and "names.yaml:2:9: after[0]: no job 'nojob'; submit that job first" in names.err
+        assert "names.yaml:3:11: secrets[0]: no secret 'KEY'; set it: rota secret set KEY" in names.err
         flag = await ask("run", str(tmp_path / "good.yaml"), "--check", "-q", "nope")
         assert flag.status == 2 and "-q nope: queue: no queue 'nope' takes jobs; queues: default" in flag.err
         assert (await ask("run", str(tmp_path / "good.yaml"), "--check", "--json")).document["valid"]

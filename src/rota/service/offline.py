@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
     from rota.cluster.sim.runs import CompareDocument, FillDocument, ReplayDocument, SimDocument
     from rota.service.api import JobBody
+    from rota.service.client import Client
     from rota.service.control.submission import Submission
-    from rota.service.jobfile.problems import Problem
     from rota.service.models.cluster import PlanReport
     from rota.service.models.jobs import GraphDocument
+    from rota.spec.check import Finding
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
     from rota.spec.resources import Node
@@ -124,21 +125,44 @@ def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 
-def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = None) -> None:
-    """Look at the queue of a job that was read, where the ``queues`` that take jobs are known, and in a child process
-    at its workloads. Raises JobFileError with every mistake.
+def missing_names(client: Client, spec: JobSpec) -> list[Finding]:
+    """The queue, secrets and earlier jobs that a job names and the service does not have for its user."""
+    from rota.spec.check import Finding
+    from rota.spec.errors import UnknownName, nearest
+
+    rows = client.queues()["items"]
+    leaves = sorted({one["path"] for one in rows} - {one["parent"] for one in rows})
+    found: list[Finding] = []
+
+    def note(path: tuple[str | int, ...], message: str, hint: str, code: str = "UNKNOWN_NAME") -> None:
+        found.append(Finding(path=path, message=message, hint=hint, code=code))
+
+    if spec.queue not in leaves:
+        hint = nearest(spec.queue, leaves, "queues")
+        note(("queue",), f"no queue {spec.queue!r} takes jobs", hint, "UNKNOWN_QUEUE")
+    secrets = [one["name"] for one in client.accounts.secrets()["items"]] if spec.secrets else []
+    for index, name in enumerate(spec.secrets):
+        if name not in secrets:
+            note(("secrets", index), f"no secret {name!r}", f"set it: rota secret set {name}")
+    for index, one in enumerate(spec.after):
+        try:
+            client.job(one.job)
+        except UnknownName:
+            note(("after", index), f"no job {one.job!r}", "submit that job first, or give the id of one: rota ps -a")
+    return found
+
+
+def check_job(spec: JobSpec, body: JobBody, missing: Sequence[Finding] = ()) -> None:
+    """Look at a job that was read: its folder, and in a child process its workloads. Raises JobFileError with every
+    mistake, also those that are known to be ``missing``.
     """
     from rota.service.control.submission import check_workdir, with_interfaces
     from rota.service.jobfile.reader import placed
-    from rota.spec.check import Finding, image_refused
-    from rota.spec.errors import JobFileError, nearest
+    from rota.spec.check import image_refused
+    from rota.spec.errors import JobFileError
 
-    wrong: tuple[Problem, ...] = ()
     given = _submission(body)
-    if queues is not None and spec.queue not in queues:
-        hint = nearest(spec.queue, sorted(queues), "queues")
-        one = Finding(path=("queue",), message=f"no queue {spec.queue!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
-        wrong = placed([one], given.source, filename=given.filename, sets=given.sets)
+    wrong = placed(missing, given.source, filename=given.filename, sets=given.sets)
     if not given.ignore_image:
         wrong += placed(image_refused(spec), given.source, filename=given.filename, sets=given.sets)
     try:

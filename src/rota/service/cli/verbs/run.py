@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rota.service.api import JobText
     from rota.service.client import Client
     from rota.service.models.jobs import JobDocument
+    from rota.spec.check import Finding
     from rota.spec.job import JobSpec
 
 T = TypeVar("T")
@@ -323,7 +324,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> int:
     from rota.service.offline import check_job
 
-    check_job(spec, body, _leaves(flags))
+    check_job(spec, body, _missing(flags, spec))
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     most: ReplicaRange = {
@@ -335,18 +336,18 @@ def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> in
     return 0
 
 
-def _leaves(flags: Flags) -> set[str] | None:
-    """The queues that take jobs; None where no service of this home answers in time."""
+def _missing(flags: Flags, spec: JobSpec) -> Sequence[Finding]:
+    """What the job names and the service has not; nothing where no service of this home answers in time."""
     from rota.service.client import Client
+    from rota.service.offline import missing_names
 
     try:
         with flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S) as client:
-            items = client.queues()["items"]
+            return missing_names(client, spec)
     except RotaError:
         if flags.server:
             raise
-        return None
-    return {one["path"] for one in items} - {one["parent"] for one in items}
+        return ()
 
 
 def _plan(flags: Flags, terminal: Terminal, body: JobText, pretend: str) -> Mapping[str, Any]:

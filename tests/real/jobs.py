@@ -131,8 +131,8 @@ class Run:
         return ended[0]
 
     def hung(self) -> str:
-        """Stacks of the hosts of this engine that have not said yet who they are: one may hang in its start."""
-        started = {one.pid for one in self.events(InstanceStarted, MasterStarted)}
+        """Stacks of the master, and of the hosts of this engine that have not said yet who they are: one may hang."""
+        started = {one.pid for one in self.events(InstanceStarted)}
         found = list[str]()
         for one in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -30,7 +30,28 @@ GCS_PORT = 6399
 CPUS = 4
 SHARED = "/var/tmp"
 """A folder of this computer that all machines see."""
-_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_PORTS = {
+    "dashboard-agent-grpc": 22365,
+    "dashboard-agent-listen": 22366,
+    "runtime-env-agent": 22367,
+    "metrics-export": 22368,
+}
+_RAY_START = """
+from ray._private import node
+from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+from ray.scripts.scripts import main
+
+def started(self, start=node.Node.start_ray_processes):
+    folder, port = self.get_session_dir_path(), self.dashboard_agent_listen_port
+    persist_port(folder, self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+    start(self)
+
+node.Node.start_ray_processes = started
+main()
+"""
+_GIVEN = tuple(f"--{name}-port={port}" for name, port in _PORTS.items())
+RAY_START = (sys.executable, "-c", _RAY_START, "start", "--disable-usage-stats", *_GIVEN)
+"""``ray start`` whose raylet has the ports of its agents: for one that an agent chooses it waits 15 s, and aborts."""
 _ROTA = (sys.executable, "-m", "rota")
 
 
@@ -92,9 +113,7 @@ class Site:
         where = ["--head", "--port", str(GCS_PORT), "--include-dashboard", "false"]
         if machine is not self.head:
             where = ["--address", f"{self.head.address}:{GCS_PORT}"]
-        machine.run(
-            *_RAY, "start", *where, *given, "--disable-usage-stats", env=self.environ_of(machine), timeout_s=LIMIT_S
-        )
+        machine.run(*RAY_START, *where, *given, env=self.environ_of(machine), timeout_s=LIMIT_S)
 
     def leave(self, machine: Machine) -> None:
         """End what ``join`` started on a machine."""

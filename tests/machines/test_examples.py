@@ -110,7 +110,7 @@ DISTURBED = {
         ("actor", "ref"),
     ),
     "mm_digits": Example(
-        ("-e", "MM_STEPS=150"), "curve.jsonl", ("--set", "roles.vision.resources.cpus=0.7"), ("vision", "speller")
+        ("-e", "MM_STEPS=400"), "curve.jsonl", ("--set", "roles.vision.resources.cpus=0.7"), ("vision", "speller")
     ),
     "ppo_cartpole": Example(
         ("-e", "PPO_STEPS=60"), "result.json", ("--set", "roles.player.resources.cpus=0.7"), ("actor", "critic")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.machines.bed import Machine, bed
-from tests.machines.site import long
+from tests.machines.site import RAY_START, long
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -135,7 +135,7 @@ def test_a_machine_joins_works_comes_back_and_leaves(pair: Pair) -> None:
 @long
 def test_machines_of_a_ray_cluster_need_no_label() -> None:
     """``ray start`` as anybody runs it: nodes have their host names, cells come from Ray's labels and the file."""
-    ray = (sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "4", "--disable-usage-stats")
+    ray = (*RAY_START, "--num-cpus", "4")
     with bed(2, subnet=80) as (head, other):
         at = ("--node-ip-address", head.address, "--head", "--port", "6379", "--include-dashboard", "false")
         head.run(*ray, *at, env=ENVIRON, timeout_s=LIMIT_S)

@@ -418,7 +418,7 @@ def main() -> int:
     parser.add_argument("--parts", default="", help="only these, with commas between them")
     parser.add_argument("--signal", default="", choices=["", *(one.name for one in SIGNALS)])
     parser.add_argument("--json", action="store_true", help="print nothing but the document")
-    parser.add_argument("--keep", action="store_true", help="leave the home behind, to look at its logs")
+    parser.add_argument("--keep", action="store_true", help="leave the home behind, as after a bad run")
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -435,7 +435,7 @@ def main() -> int:
         ended = daemon.down(settings, force=bool(found["wrong"]))
         found["wrong"] += [f"down: {ended['text'] or ended['still_running']}"] if ended["state"] != "down" else []
         found["wrong"] += [f"left behind: {text}" for text in of_home(root)]
-        if not given.keep:
+        if not (given.keep or found["wrong"]):
             shutil.rmtree(root, ignore_errors=True)
     if (left := segments(Home.of(root))).exists():
         found["wrong"].append(f"shared memory left behind: {left}")

@@ -50,7 +50,7 @@ from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason
-from rota.spec.resources import Health, Res, pretend_nodes
+from rota.spec.resources import LOST_BY, Health, Res, pretend_nodes
 from rota.spec.states import JobState
 
 
@@ -517,6 +517,7 @@ def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another
     assert [type(event) for _, event in log.decide(5.0)] == [GangWaits]
     log.add(GangReleased(gang=GangId("all"), epoch=Epoch(1), gone=True), "runs", 6.0)
     for mark in log.scheduler.decide(6.0).marks:
+        assert mark.by == LOST_BY, "so that the service takes it back once the engine has the node again"
         log.add(mark, at=6.0)
     assert not [event for _, event in log.decide(7.0) if isinstance(event, GangGranted)], "it is in doubt"
     log.add(NodeJoined(node=home) if back == "joined" else NodeMarked(node=home.id, health=Health.HEALTHY), at=8.0)

@@ -15,11 +15,13 @@ from standing import HELLO, PlayedEngine, Standing, with_service
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import PROFILES, get_profile
 from rota.service.control import loop
-from rota.spec.events import JobEnded, JobRequeued, MasterStarted, TimerFired
-from rota.spec.ids import Epoch, JobId
+from rota.spec.events import JobEnded, JobRequeued, MasterStarted, NodeMarked, TimerFired
+from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.reasons import Reason
+from rota.spec.resources import LOST_BY, Health
 from rota.spec.states import JobState
 
+NODE = NodeId("r0n0")
 FAILED = JobEnded(state=JobState.FAILED, reason=Reason.USER_ERROR, text="no luck")
 
 
@@ -184,6 +186,42 @@ def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(t
                 await service.app.loop.wait_for(service.app.loop.installation.number + 1)
 
     with_service(tmp_path, test, engine=VolatileEngine())
+
+
+def reported(by: str) -> NodeMarked:
+    return NodeMarked(node=NODE, health=Health.SUSPECT, by=by, text="lost, as hello-1 reports")
+
+
+@pytest.mark.parametrize(("by", "health"), [(LOST_BY, Health.HEALTHY), ("failover", Health.SUSPECT)])
+def test_a_node_that_was_lost_with_its_engine_is_fit_under_another_and_one_that_a_job_left_is_not(
+    tmp_path: Path, by: str, health: Health
+) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        await service.app.loop.append([reported(by)])
+        service.engine.generation += 1
+        await service.until_asked("hello-1", 2)
+        async with asyncio.timeout(60):
+            while not (await service.get("/events", type="EngineLost"))["items"]:
+                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+        await service.app.loop.wait_for(service.log.last_number())
+        assert service.app.loop.installation.nodes[NODE].node.health is health
+
+    with_service(tmp_path, test)
+
+
+def test_a_node_that_was_lost_is_fit_again_though_no_job_asks_for_its_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SWEEP_PERIOD_S", 0.05)
+
+    async def test(service: Standing) -> None:
+        await service.app.loop.append([reported(LOST_BY)])
+        async with asyncio.timeout(60):
+            while service.app.loop.installation.nodes[NODE].node.health is not Health.HEALTHY:
+                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+
+    with_service(tmp_path, test)
 
 
 class FaultyEngine(PlayedEngine):

@@ -59,7 +59,7 @@ from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason, final_state
-from rota.spec.resources import Health, Node
+from rota.spec.resources import LOST_BY, Health, Node
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
@@ -337,7 +337,7 @@ class Scheduler:
         self._left[row] = event.avoid
         self._gone[row] = event.avoid if event.lost else ()
         for node in event.avoid if event.lost else ():
-            self._suspects |= self._suspect(node, f"lost, as {job} reports")
+            self._suspects |= self._suspect(node, f"lost, as {job} reports", LOST_BY)
 
     def _granted(self, job: JobId, known: _Known, event: GangGranted, at: float) -> None:
         row = row_of(job, event.gang)

@@ -133,6 +133,10 @@ class Health(StrEnum):
     """Nothing new comes; unlike on a drained node, what is there stays."""
 
 
+LOST_BY = "engine"
+"""Who marks a node that a job reports as lost. Unlike one that a job left, it is fit once the engine has it again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator of a node: its index there, type label, memory, and cells it lies in (switch, socket)."""

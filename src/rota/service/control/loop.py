@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,11 +28,13 @@ from rota.spec.events import (
     JobEnded,
     JobQueued,
     JobWaits,
+    NodeMarked,
     Record,
     UploadStarted,
 )
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason, final_state
+from rota.spec.resources import LOST_BY, Health
 from rota.spec.states import JobState
 
 PAGE = 10_000
@@ -392,8 +395,18 @@ class ServiceLoop:
         if found.get("volatile"):
             events.append(EngineStateVolatile(text=f"{name} keeps its state in memory"))
         self._engine_name = name
+        events += self._returned(name)
         if events:
             await self._write(events)
+
+    def _returned(self, engine: str, until: float = math.inf) -> list[Event]:
+        """Nodes that a job reported as lost, until then, and that did not leave: they may be used again."""
+        return [
+            NodeMarked(node=one.node.id, health=Health.HEALTHY, by=LOST_BY, text=f"it did not leave {engine}")
+            for one in self.installation.nodes.values()
+            if one.node.health is Health.SUSPECT and one.marked_by == LOST_BY and not one.lost
+            if one.marked_at <= until
+        ]
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 
@@ -413,6 +426,8 @@ class ServiceLoop:
         """List first, read the log second: a job submitted in between is never taken for a leftover."""
         try:
             found = await self.engine.jobs()
+            if back := self._returned("the engine", self.clock.wall_s() - SWEEP_PERIOD_S):
+                await self._write(back)  # it was recorded while no job asked for its master
             if not found:
                 return
             await self.wait_for(await asyncio.to_thread(self.log.last_number))

@@ -65,6 +65,16 @@ def test_stop_forces_what_ignores_sigterm() -> None:
         assert child.wait() == -signal.SIGKILL
 
 
+def test_stop_lets_a_stopped_process_end_by_itself() -> None:
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGSTOP)
+        since = time.monotonic()
+        assert process.stop(identity(child), grace_s=WAIT_S) and time.monotonic() - since < WAIT_S
+        assert child.wait() == 3
+
+
 def test_stop_tree_ends_children_that_left_the_process_group() -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", code + "input()"], stdout=-1, stdin=-1) as child:

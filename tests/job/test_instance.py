@@ -447,13 +447,32 @@ def test_nothing_of_a_loop_runs_after_it_was_closed() -> None:
     thread.submit(thread.do(step))
     assert began.wait(LIMIT_S)
     thread.close()
-    assert ended.is_set() and not thread._thread.is_alive()
+    assert ended.is_set() and thread._thread is not None and not thread._thread.is_alive()
+    thread.close()
+
+
+def test_a_loop_that_does_not_end_is_named_and_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.runtime.event_loop.CLOSE_MAX_S", 0.2)
+    thread, free = EventLoopThread("deaf"), threading.Event()
+
+    async def works() -> None:
+        free.wait(60)
+
+    thread.submit(works())
+    try:
+        with pytest.raises(TimeoutError, match="thread deaf still works"):
+            thread.close()
+    finally:
+        free.set()
+    monkeypatch.undo()
     thread.close()
 
 
 def test_a_loop_that_takes_another_gives_work_to_that_and_ends_its_own() -> None:
     own, other = EventLoopThread("own"), EventLoopThread("other")
+    thread, taken = own._thread, other._thread
+    assert thread is not None and taken is not None
     own.adopt(other.loop)
-    own._thread.join(LIMIT_S)
-    assert not own._thread.is_alive() and own.submit(own.do(threading.get_ident)).result(LIMIT_S) == other._thread.ident
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and own.submit(own.do(threading.get_ident)).result(LIMIT_S) == taken.ident
     other.close()

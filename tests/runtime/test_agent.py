@@ -232,6 +232,17 @@ def test_the_first_request_of_a_machine_has_the_time_in_which_its_agent_starts(
     with pytest.raises(EngineUnavailable, match="does not reach it"):
         asked(RayError("its machine was started again"))
     monkeypatch.setattr(agent, "READ_S", 0.2)
+    monkeypatch.setattr(agent, "FIRST_READ_S", 0.3)
+    with pytest.raises(EngineUnavailable, match=r"within 0\.3 s"):
+        asked("it does not start")
+    with pytest.raises(EngineUnavailable, match=r"within 0\.2 s"):  # it had its time: others wait no longer
+        asked("nor now")
+    with pytest.raises(EngineUnavailable, match="not a machine"):
+        monkeypatch.setattr(agents, "_find", lambda _: agent.Agents._find(agents, "gone"))
+        monkeypatch.setattr("ray.nodes", list)
+        asked("it is gone")
+    monkeypatch.setattr(agents, "_find", lambda _: ("n1", SimpleNamespace(listed=Remote())))
+    monkeypatch.setattr(agent, "FIRST_READ_S", 20.0)
     assert asked("started again") == "started again"
 
 

@@ -177,38 +177,45 @@ def test_a_terminal_is_its_users_alone_and_there_are_not_many() -> None:
     with_terminals(test)
 
 
-def test_the_end_of_an_instance_waits_until_who_is_at_the_terminal_has_read_the_end_of_its_program() -> None:
+async def ended_program(reader: Reader, then: str = "") -> None:
+    """Open a terminal and wait until its program has ended; its output and its end are not read."""
+    await reader.open("sh", "-c", f"echo pid=$$.; {then}")
+    which = process.identify(int((await reader.until(r"pid=(\d+)\.")).partition("=")[2].partition(".")[0]))
+    while which is not None and process.is_alive(which):
+        await asyncio.sleep(0.01)
+
+
+async def seconds(work: Awaitable[None]) -> float:
+    began = asyncio.get_running_loop().time()
+    await asyncio.wait_for(work, 20)
+    return asyncio.get_running_loop().time() - began
+
+
+def test_the_end_of_an_instance_waits_until_the_end_of_a_program_was_read() -> None:
     async def body(terminals: Terminals) -> None:
-        await terminals.told(30)  # without a terminal there is nothing to wait for
-        reader = Reader(terminals)
-        await reader.open("sh", "-c", "echo pid=$$.; read x; exit 3")
-        pid = int((await reader.until(r"pid=(\d+)\.")).partition("=")[2].partition(".")[0])
-        await asyncio.wait_for(terminals.told(30), 5)  # the program runs: the instance may take it with it
-        which = process.identify(pid)
-        assert which is not None
-        reader.type("\n")
-        while process.is_alive(which):
-            await asyncio.sleep(0.01)
-        waits = asyncio.create_task(terminals.told(30))
+        await terminals.wait_ends_read(30)  # without a terminal there is nothing to wait for
+        running, reader = Reader(terminals, "runs"), Reader(terminals)
+        await running.open("sh", "-c", "read x")
+        assert await seconds(terminals.wait_ends_read(30)) < 10  # the instance may take the program with it
+        await ended_program(reader, "exit 3")
+        waits = asyncio.create_task(terminals.wait_ends_read(30))
         await asyncio.sleep(0.3)
         assert not waits.done()
         assert await reader.ended() == 3
-        await asyncio.wait_for(waits, 5)
+        await asyncio.wait_for(waits, 10)
 
     with_terminals(body)
 
 
-def test_the_end_of_an_instance_does_not_wait_long_for_who_reads_no_more() -> None:
+def test_the_end_of_an_instance_does_not_wait_for_who_has_left_and_not_long_for_who_reads_no_more() -> None:
     async def body(terminals: Terminals) -> None:
-        reader, away = Reader(terminals), Reader(terminals, "left")
-        await away.open("sh", "-c", "read x")
-        away.type("", leave=True)
-        await reader.open("sh", "-c", "echo pid=$$.")
-        which = process.identify(int((await reader.until(r"pid=(\d+)\.")).partition("=")[2].partition(".")[0]))
-        while which is not None and process.is_alive(which):
-            await asyncio.sleep(0.01)
-        began = asyncio.get_running_loop().time()
-        await terminals.told(0.4)
-        assert 0.4 <= asyncio.get_running_loop().time() - began < 5
+        left, away = Reader(terminals, "left"), Reader(terminals, "away")
+        await ended_program(left, "echo unread")
+        left.type("", leave=True)
+        await left.read()  # one that was under way
+        assert await seconds(terminals.wait_ends_read(30)) < 10
+        await ended_program(away)
+        assert 0.4 <= await seconds(terminals.wait_ends_read(1.0)) < 10
+        assert await seconds(terminals.wait_ends_read(1.0)) < 0.4  # from the end of the program on
 
     with_terminals(body)

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+CLOSE_MAX_S = 30.0
+
 
 class Exited(Exception):
     """Code in an event loop thread called ``sys.exit``: a failure of that code, not the end of the thread."""
@@ -25,8 +27,10 @@ class EventLoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._work, args=(self.loop,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(self.loop,), name=name, daemon=True)
+        self._thread: threading.Thread | None = thread
+        """None of a loop that was adopted."""
+        thread.start()
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -45,7 +49,7 @@ class EventLoopThread:
         What arrives in that loop is then run without a change of threads.
         """
         if loop is not self.loop:
-            own, self.loop = self.loop, loop
+            own, self.loop, self._thread = self.loop, loop, None
             own.call_soon_threadsafe(own.stop)
 
     def submit(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
@@ -76,14 +80,19 @@ class EventLoopThread:
         return await self.run(call())
 
     def close(self) -> None:
-        """Stop the loop after its present step, cancel what is left in it and wait for its thread, if this is another.
+        """Stop the loop after its present step, cancel what is left in it and wait for its thread, unless this is it.
 
-        Nothing of this loop runs afterwards: what it uses can be closed.
+        Nothing of it runs afterwards, so that what it uses can be closed; a loop that was adopted is not waited for.
+        Raises TimeoutError when that takes longer than ``CLOSE_MAX_S``.
         """
         with contextlib.suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_MAX_S)
+            if self._thread.is_alive():
+                raise TimeoutError(
+                    f"thread {self._thread.name} still works {CLOSE_MAX_S:g} s after its loop was stopped"
+                )
 
 
 async def _contained(work: Coroutine[object, object, T]) -> T:

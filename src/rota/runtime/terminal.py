@@ -40,10 +40,10 @@ BEHIND_BYTES_MAX = 4 * CHUNK_BYTES
 KEPT_BYTES = 8 * CHUNK_BYTES
 """Output that was fetched and can be again, after a lost connection."""
 HANGUP_S = 5.0
-TELL_S = 10.0
-"""An instance that has ended waits no longer for who is at its terminals to read how their programs ended."""
+END_READ_S = 10.0
+"""An instance that has ended waits this long after the end of a program for who is at its terminal to read it."""
 DRAIN_S = 0.5
-TOLD_LOOK_S = 0.05
+END_LOOK_S = 0.05
 SIZE_MAX = 1000
 _CONTROLLING = (
     "import fcntl,os,signal,sys,termios\n"
@@ -97,7 +97,9 @@ class _Terminal:
     vacant: bool = False
     """Nothing has the other side open: the program ends, or opens it again."""
     exit_status: int | None = None
-    told: bool = False
+    ended_s: float | None = None
+    """When its exit status was known."""
+    end_read: bool = False
     """Who is at it has read its exit status, or has left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -232,7 +234,7 @@ class Terminals:
         one.fetched = max(one.fetched, min(end, one.end))
         one.look()
         over = one.exit_status if end >= one.end else None
-        one.told = over is not None and not data
+        one.end_read = one.end_read or (over is not None and not data)
         return {"data": base64.b64encode(data).decode(), "end": end, "exit_status": over}
 
     def write(
@@ -251,7 +253,7 @@ class Terminals:
         if 0 <= one.taken - offset < len(data):
             one.taken += one.put(data[one.taken - offset :])
         if leave:
-            one.told = True
+            one.end_read = True
             one.close()
         return {"taken": one.taken, "over": not one.open or one.exit_status is not None}
 
@@ -270,7 +272,7 @@ class Terminals:
                 await asyncio.to_thread(process.stop_tree, one.which, grace_s=0.0)
             status = await ending
             await self._drain(one)
-            one.exit_status = status if status >= 0 else 128 - status
+            one.exit_status, one.ended_s = status if status >= 0 else 128 - status, self._clock.monotonic_s()
             one.changed.set()
             one.close()
             await self._clock.sleep(ENDED_KEPT_S)
@@ -294,16 +296,22 @@ class Terminals:
             elif self._clock.monotonic_s() > until_s or _is_drained(one.master):
                 return
 
-    async def told(self, limit_s: float = TELL_S) -> None:
-        """Until the end of each program that has ended was read, no longer than ``limit_s``.
+    async def wait_ends_read(self, limit_s: float = END_READ_S) -> None:
+        """Until the end of each program that has ended was read, or is ``limit_s`` ago; no longer than that.
 
         A program may be what the instance waited for, and its exit status is gone with the instance.
         """
         until_s = self._clock.monotonic_s() + limit_s
-        while any(one.is_over and not one.told for one in self._open.values()):
+        while any(self._is_awaited(one, limit_s) for one in self._open.values()):
             if self._clock.monotonic_s() > until_s:
                 return
-            await self._clock.sleep(TOLD_LOOK_S)
+            await self._clock.sleep(END_LOOK_S)
+
+    def _is_awaited(self, one: _Terminal, limit_s: float) -> bool:
+        """Whether the program has ended, and who is at it may still read how."""
+        if one.end_read or not one.is_over:
+            return False
+        return one.ended_s is None or self._clock.monotonic_s() - one.ended_s < limit_s
 
     async def close(self) -> None:
         """Hang all up, at the end of the instance."""

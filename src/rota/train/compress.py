@@ -140,7 +140,7 @@ def _parts(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> tuple[tor
 
 
 def write(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> None:
-    """Deal a flat tensor out to the tensors that it is made of, in order. Raises RuntimeError for another size."""
+    """Copy a flat tensor into the tensors that it is made of, in order. Raises RuntimeError for another size."""
     for gradient, part in zip(gradients, _parts(gradients, flat), strict=True):
         gradient.copy_(part.view_as(gradient))
 

@@ -341,8 +341,10 @@ class Instance:
     async def _run_to_end(self, epoch: Epoch, committed: int) -> Answer:
         with UserCode() as running:
             await self._runner.run(committed)
-        await self._terminals.told()
-        return self._failed(running.take(), epoch) if running.failed else DONE
+        if running.failed:
+            return self._failed(running.take(), epoch)
+        await self._terminals.wait_ends_read()
+        return DONE
 
     async def _stop(self, grace_s: float) -> None:
         self._ready = False

@@ -223,8 +223,8 @@ class Agents:
         """Empty for an engine that never had another machine."""
         self._known = dict[str, tuple[str, Any]]()
         """By machine: Ray's id of its node, and the agent there."""
-        self._answered = set[str]()
-        """Machines whose agent has answered since it was started."""
+        self._started = set[str]()
+        """Machines whose agent has answered, or had the time to start."""
 
     async def serve(self) -> None:
         """Let the agent of this machine send code and secrets."""
@@ -234,23 +234,21 @@ class Agents:
     async def ask(self, node: str, host: str, method: str, *args: object) -> Any:
         """Ask the agent of a node, see ``host_selector``; the first time it is started.
 
-        Raises EngineUnavailable unless it answers in ``READ_S``, where it must start in ``FIRST_READ_S``.
+        Raises EngineUnavailable unless it answers in ``READ_S``, the first time in ``FIRST_READ_S``.
         """
-        limit_s = READ_S if host in self._answered else FIRST_READ_S
+        limit_s = READ_S if host in self._started else FIRST_READ_S
         try:
             async with asyncio.timeout(limit_s):
                 known = self._known.get(host) or await asyncio.to_thread(self._find, host)
                 answer = await getattr(known[1], method).remote(*args)
         except TimeoutError:
             why = f"nothing came within {limit_s:g} s"
-        except RayError:
-            why = "the engine does not reach it"
-            self._answered.discard(host)
-        except EngineUnavailable as error:
-            why = error.message
-            self._answered.discard(host)
+            self._started.add(host)
+        except (RayError, EngineUnavailable) as error:
+            why = error.message if isinstance(error, EngineUnavailable) else "the engine does not reach it"
+            self._started.discard(host)
         else:
-            self._answered.add(host)
+            self._started.add(host)
             return answer
         self._known.pop(host, None)
         raise EngineUnavailable(f"{node} does not answer: {why}")

@@ -42,8 +42,8 @@ LENGTH = struct.Struct(">I")
 MESSAGE_BYTES_MAX = 1 << 20
 IN_FLIGHT_MAX = 1000
 EXECUTE_EXTRA_S = 20.0
-FILES_S = FIRST_READ_S + 5.0
 """On top of what a command may take: to find the instance and to end what the command left."""
+FILES_S = FIRST_READ_S + 5.0
 NOTHING: Mapping[str, object] = {
     "find": {"master": None, "instances": [], "reservations": []},
     "master_status": None,

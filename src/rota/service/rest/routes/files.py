@@ -33,16 +33,19 @@ _BYTES: dict[int | str, JsonObject] = {200: {"content": {"application/octet-stre
 async def files(on: ReadJob, path: Path = "", node: Node = "") -> Sent[FileList]:
     """What is at ``path`` of the output folder, and below it, on every machine that had an instance, or on ``node``."""
     rows, notices, absent = list[FileRow](), list[str](), list[UnknownName]()
-    for host in _machines(on, node):
-        try:
-            found = await _rows(on, host, path)
-        except UnknownName as error:
-            absent.append(error)
-            continue
-        except EngineUnavailable as error:
-            notices.append(f"{error.message}: files that are there alone are not listed")
-            continue
-        rows += [document(FileRow, row, node=host, mark=row.get("mark", "")) for row in found]
+    hosts = _machines(on, node)  # all at once: each that does not answer takes its time
+    for host, found in zip(
+        hosts, await asyncio.gather(*(_rows(on, host, path) for host in hosts), return_exceptions=True)
+    ):
+        match found:
+            case UnknownName():
+                absent.append(found)
+            case EngineUnavailable():
+                notices.append(f"{found.message}: files that are there alone are not listed")
+            case BaseException():
+                raise found
+            case _:
+                rows += [document(FileRow, row, node=host, mark=row.get("mark", "")) for row in found]
     if absent and not rows and not notices and path:
         raise absent[0]
     rows.sort(key=lambda row: (row["path"], row["node"]))

@@ -267,12 +267,9 @@ def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
 
 
 def stop(process: ProcessId, *, grace_s: float, kill_s: float = KILL_S) -> bool:
-    """SIGTERM, then SIGKILL when it still runs after ``grace_s``; True when it is gone within ``kill_s`` more.
-
-    One that was stopped (SIGSTOP, Ctrl-Z) is continued, so that it can end by itself.
-    """
+    """SIGTERM, then SIGKILL when it still runs after ``grace_s``; True when it is gone within ``kill_s`` more."""
     if grace_s > 0 and send_signal(process, signal.SIGTERM):
-        send_signal(process, signal.SIGCONT)
+        send_signal(process, signal.SIGCONT)  # one that was stopped can end by itself, too
         wait_gone((process,), grace_s)
     send_signal(process, signal.SIGKILL)
     return not wait_gone((process,), kill_s)

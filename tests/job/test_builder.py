@@ -150,6 +150,12 @@ class Told:
         self.asked.append(("batches", size))
 
 
+def test_spmd_takes_the_fields_of_its_role_and_the_node_check_of_its_contract() -> None:
+    (role,) = rota.spmd("t.py", fail={"check": "full"}, limits={"disk": "1GiB"}, ports=["tb"]).spec().roles
+    assert (role.fail.check, role.limits, role.ports) == ("full", rota.Limits(disk="1GiB"), ("tb",))
+    assert rota.spmd("t.py", fail={"check": "full"}, check="none").spec().roles[0].fail.check == "none"
+
+
 def test_in_the_loop_the_handles_of_a_job_are_those_of_its_flow() -> None:
     job = rota.Job("j")
     rollout, groups = job.role("rollout", Rollout), job.stream("groups")
@@ -277,20 +283,26 @@ roles:
     replicas: {min: 1, max: 4}
     resources: {cpus: 2, memory: 2GiB}
     limits: {disk: 1GiB}
-    fail: {restart: role, limit: 2/5m, progress: 1m}
+    fail: {restart: role, limit: 2/5m, then: [node, job], progress: 1m}
+    collocate: [{role: b, level: node}, c]
     apart: self
+  b: {run: hostname}
+  c: {run: hostname, start_after: b}
 """
     checkpoint = {"every": "10 commits", "keep": 2}
-    job = rota.Job("a", time_limit="2h", grace="10s", packages="numpy", checkpoint=checkpoint)
+    job = rota.Job("a", time_limit="2h", grace="10s", idle_limit=None, packages="numpy", checkpoint=checkpoint)
     job.role(
         "main",
         run="hostname",
         replicas={"min": 1, "max": 4},
         resources={"cpus": 2, "memory": "2GiB"},
         limits={"disk": "1GiB"},
-        fail={"restart": "role", "limit": "2/5m", "progress": "1m"},
-        apart="self",
+        fail={"restart": "role", "limit": "2/5m", "then": ["node", "job"], "progress": "1m"},
+        collocate=[{"role": "b", "level": "node"}, "c"],
+        apart={"role": "self"},
     )
+    b = job.role("b", run="hostname")
+    job.role("c", run="hostname", start_after=b)
     assert job.spec() == read_job(text, filename="a.yaml")
     short = rota.Job("a", time_limit_s=7200.0, grace_s=10.0, packages=("numpy",), checkpoint=Checkpoint(**checkpoint))
     short.role(
@@ -300,8 +312,12 @@ roles:
         res=rota.Res(cpus=2, memory="2GiB"),
         limits=rota.Limits(disk="1GiB"),
         fail=rota.Fail(restart="role", limit="2/5m", progress="1m"),
+        collocate=[Near(role="b", level="node"), "c"],
         apart="self",
     )
+    short.role("b", run="hostname")
+    short.role("c", run="hostname", start_after=("b",))
+    assert check(job.spec()) == ()
     assert short.spec() == job.spec()
 
 
@@ -320,6 +336,22 @@ roles:
         ({}, {"resources": {"gpu": 1}}, "resources of role 'main' has no field 'gpu' (did you mean 'gpus'?)"),
         ({}, {"resources": {"memory": "2G"}}, "role 'main': resources: '2G' is not a size with a unit; write 2GiB"),
         ({}, {"fail": {"limt": "3/10m"}}, "fail of role 'main' has no field 'limt' (did you mean 'limit'?)"),
+        (
+            {"time_limit": "2 parsec"},
+            {},
+            "time_limit: '2 parsec' is not a duration with a unit; for example 90s, 5m, 8h, 2d",
+        ),
+        ({"checkpoint": 5}, {}, "checkpoint=5 (a mapping, or Checkpoint(...))"),
+        ({}, {"replicas": True}, "role 'main': replicas=True (a number, or (min, max))"),
+        ({}, {"n": ("1", "2")}, "role 'main': n=('1', '2') (a number, or (min, max))"),
+        ({}, {"resources": {"memory": 2}}, "role 'main': resources: '2' is not a size with a unit; write 2MiB or 2GiB"),
+        ({}, {"resources": 2}, "role 'main': resources=2 (a mapping, or Res(...))"),
+        ({}, {"fail": {"limit": 3}}, "role 'main': fail: limit 3 is not N/WINDOW, for example 3/10m"),
+        ({}, {"fail": {"then": 3}}, "role 'main': fail: then=3 (a list, or a text with | between)"),
+        ({}, {"apart": 3}, "role 'main': apart=3 (a role, its name, or a mapping)"),
+        ({}, {"apart": [{"rolle": "b"}]}, "apart of role 'main' has no field 'rolle' (did you mean 'role'?)"),
+        ({}, {"collocate": {"level": "node"}}, "role 'main': collocate needs role"),
+        ({}, {"model": {"layers": 1}}, "role 'main': model needs hidden, heads, seq, vocab, batch"),
     ],
 )
 def test_a_wrong_word_in_python_is_named_with_the_right_one(

@@ -52,7 +52,7 @@ _ROLE = frozenset(one.name for one in fields(model.RoleSpec)) - {
 }
 _ALSO = {"replicas": "n", "resources": "res"}
 """Field of a role in a job file to the argument that is the same."""
-_SEVERAL = ("packages", "ports", "secrets", "start_after", "collocate")
+_SEVERAL = ("packages", "ports", "secrets", "start_after")
 _FAIL = frozenset(one.name for one in fields(model.Fail)) - {"limit_n", "limit_window_s", "progress_s", "backoff_s"}
 _FAIL_WORDS = ("limit", "progress", "backoff")
 
@@ -78,86 +78,132 @@ def _job_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         field = _SECONDS.get(name, name)
         if field in given and field != name:
             raise BadInput(f"give {name} or {field}, not both")
-        if field != name and not isinstance(value, str):
-            raise BadInput(f"{name}={value!r} has no unit", hint=f"write {name}='{value}s', or {field}={value!r}")
-        made[field] = parse_duration(value) if field != name else _several(name, value)
-    if isinstance(made.get("checkpoint"), Mapping):
-        _known("checkpoint", made["checkpoint"], (one.name for one in fields(model.Checkpoint)))
-        made["checkpoint"] = model.Checkpoint(**made["checkpoint"])
-    return made
+        made[field] = _seconds(name, field, value) if field != name else _several(name, value)
+    if "checkpoint" in made:
+        made["checkpoint"] = _part("", "checkpoint", made["checkpoint"])
+    return {name: value for name, value in made.items() if value is not None}
 
 
-def _made(role: str, field: str, value: Any, make: Callable[..., Any]) -> Any:
-    """A part of a role that is written as a job file has it, a mapping; a value that is made already as it is."""
-    if not isinstance(value, Mapping):
+def _seconds(name: str, field: str, value: Any) -> float | None:
+    """A duration with a unit; None is the default of the spec."""
+    if value is not None and not isinstance(value, str):
+        raise BadInput(f"{name}={value!r} has no unit", hint=f"write {name}='{value}s', or {field}={value!r}")
+    try:
+        return None if value is None else parse_duration(value)
+    except ValueError as error:
+        raise BadInput(f"{name}: {error}") from None
+
+
+def _part(role: str, field: str, value: Any) -> Any:
+    """A part that is written as a job file has it, a mapping; one that is made already, or None, as it is.
+
+    Raises BadInput, which names the field, for everything else and for wrong values in the mapping.
+    """
+    make, made = _PARTS[field]
+    if value is None or isinstance(value, made):
         return value
-    names = dict.fromkeys(inspect.signature(make).parameters)
-    _known(f"{field} of role {role!r}", value, {*_FAIL, *_FAIL_WORDS} if make is Fail else names)
+    of, before = (f"{field} of role {role!r}", f"role {role!r}: {field}") if role else (field, field)
+    if not isinstance(value, Mapping):
+        hint = "a role, its name, or a mapping" if made is model.Near else f"a mapping, or {made.__name__}(...)"
+        raise BadInput(f"{before}={value!r}", hint=hint)
+    names = inspect.signature(make).parameters
+    _known(of, value, {*_FAIL, *_FAIL_WORDS} if make is Fail else names)
+    required = (name for name, one in names.items() if one.default is one.empty and one.kind is one.KEYWORD_ONLY)
+    if missing := [name for name in required if name not in value]:
+        raise BadInput(f"{before} needs {', '.join(missing)}")
     try:
         return make(**value)
-    except ValueError as error:
-        raise BadInput(f"role {role!r}: {field}: {error}") from None
+    except (BadInput, TypeError, ValueError) as error:
+        raise BadInput(f"{before}: {error}") from None
 
 
-def _replicas(role: str, value: Any) -> Replicas:
+def _replicas(role: str, word: str, value: Any) -> Replicas:
     """``2``, ``(1, 4)`` or ``{"min": 1, "max": 4}``."""
+    given = value
     if isinstance(value, Mapping):
         _known(f"replicas of role {role!r}", value, ("min", "max"))
         value = value.get("min", 1), value.get("max", value.get("min", 1))
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, int) or (isinstance(value, tuple) and len(value) == 2):
-        return value
-    raise BadInput(f"role {role!r}: replicas={value!r}", hint="a number, or (min, max)")
+    numbers = tuple(value) if isinstance(value, list | tuple) else (value, value)
+    if len(numbers) != 2 or any(type(one) is not int for one in numbers):
+        raise BadInput(f"role {role!r}: {word}={given!r}", hint="a number, or (min, max)")
+    return value if isinstance(value, int) else numbers
 
 
 def _several(field: str, value: Any) -> Any:
     """A list as the spec has it; one of several alone, as a job file may write it."""
     if field in _SEVERAL and isinstance(value, str | Role):
         value = [value]
-    if field == "collocate":
-        return tuple(_near(one) if isinstance(one, str | Role) else one for one in value)
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(one.name if isinstance(one, Role) else one for one in value) if isinstance(value, list) else value
+
+
+def _all_near(role: str, field: str, value: Any) -> tuple[model.Near, ...]:
+    """Entries of ``collocate`` or ``apart``: a role, its name, or a mapping as a job file has it; one alone too."""
+    entries: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for index, one in enumerate(entries):
+        other = one.get("role") if isinstance(one, Mapping) else one
+        if isinstance(other, str | Role):
+            name = other if isinstance(other, str) else other.name
+            entries[index] = {**(one if isinstance(one, Mapping) else {}), "role": name}
+    return tuple(_part(role, field, one) for one in entries)
 
 
 def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
     """Resources of one instance; ``memory`` has a unit (``"2GiB"``). Raises ValueError for a bare number."""
-    return SpecRes(cpus=cpus, gpus=gpus, gpu_type=gpu_type, memory_bytes=parse_size(memory))
+    return SpecRes(cpus=cpus, gpus=gpus, gpu_type=gpu_type, memory_bytes=parse_size(str(memory)))
 
 
 def Limits(*, processes: int = 0, files: int = 0, disk: str = "0B") -> SpecLimits:
     """What one instance may use at most; 0: no limit; ``disk`` has a unit. Raises ValueError for a bare number."""
-    return SpecLimits(processes=processes, files=files, disk_bytes=parse_size(disk))
+    return SpecLimits(processes=processes, files=files, disk_bytes=parse_size(str(disk)))
 
 
 def Fail(
     *,
     restart: model.Restart | None = None,
     limit: str = "3/10m",
-    then: str = "node|job",
-    state: str = "shadow",
+    then: str | Sequence[str] = "node|job",
+    state: str | Sequence[str] = "shadow",
     progress: str = "5m",
     backoff: str = "0s",
     **more: Any,
 ) -> model.Fail:
-    """A failure contract as a job file writes it: ``limit`` is ``N/WINDOW``, lists are joined by ``|``.
+    """A failure contract as a job file writes it: ``limit`` is ``N/WINDOW``, lists may be joined by ``|``.
 
     Further fields are those of ``rota.spec.job.Fail``. Raises BadInput or ValueError for another form.
     """
     _known("a failure contract", more, {*_FAIL, *_FAIL_WORDS})
-    count, sep, window = limit.partition("/")
+    count, sep, window = str(limit).partition("/")
     if not sep or not count.strip().isdigit():
         raise BadInput(f"limit {limit!r} is not N/WINDOW, for example 3/10m")
     return model.Fail(
         restart=restart,
         limit_n=int(count),
         limit_window_s=parse_duration(window),
-        then=tuple(part.strip() for part in then.split("|") if part.strip()),  # pyright: ignore[reportArgumentType] - checked by the service
-        state=tuple(part.strip() for part in state.split("|") if part.strip()),  # pyright: ignore[reportArgumentType] - checked by the service
-        progress_s=parse_duration(progress),
-        backoff_s=parse_duration(backoff),
+        then=_listed("then", then),  # pyright: ignore[reportArgumentType] - checked by the service
+        state=_listed("state", state),  # pyright: ignore[reportArgumentType] - checked by the service
+        progress_s=parse_duration(str(progress)),
+        backoff_s=parse_duration(str(backoff)),
         **more,
     )
+
+
+def _listed(field: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    parts = value.split("|") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise BadInput(f"{field}={value!r}", hint="a list, or a text with | between")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+_PARTS: Mapping[str, tuple[Callable[..., Any], type]] = {
+    "resources": (Res, SpecRes),
+    "limits": (Limits, SpecLimits),
+    "fail": (Fail, model.Fail),
+    "model": (model.TrainedModel, model.TrainedModel),
+    "checkpoint": (model.Checkpoint, model.Checkpoint),
+    "collocate": (model.Near, model.Near),
+    "apart": (model.Near, model.Near),
+}
+"""Fields that a job file has as a mapping: what makes the part of a mapping, and its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +278,6 @@ def _json_of(role: str, args: Mapping[str, object]) -> JsonObject:
         raise BadInput(f"role {role!r}: args are sent as JSON: {error}", hint=hint) from None
 
 
-def _near(role: Role | str) -> model.Near:
-    return model.Near(role=role if isinstance(role, str) else role.name)
-
-
 class Group:
     """Parts of one role under a common name: ``Group(job, "rollout").role("decode", ...)`` is ``rollout.decode``."""
 
@@ -285,7 +327,7 @@ class Job:
         fail: model.Fail | Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         share: Role | None = None,
-        apart: Role | str | Sequence[Role | str] = (),
+        apart: Role | str | Mapping[str, Any] | Sequence[Role | str | Mapping[str, Any]] = (),
         **fields: Any,
     ) -> Role:
         """Declare a role of a class, function or import path, or of a command (``run``).
@@ -302,14 +344,17 @@ class Job:
         for word, same in _ALSO.items():
             if word in fields and given[same] is not None:
                 raise BadInput(f"role {name!r}: {word} and {same} are the same; give one of them")
-        n = _replicas(name, fields.pop("replicas")) if "replicas" in fields else n
-        res = _made(name, "resources", fields.pop("resources", res), Res)
-        contract = _made(name, "fail", fail, Fail)
+        word = "replicas" if "replicas" in fields else "n"
+        n = _replicas(name, word, fields.pop("replicas", n)) if word == "replicas" or n is not None else None
+        res = _part(name, "resources", fields.pop("resources", res))
+        contract = _part(name, "fail", fail)
         _known(f"role {name!r}", fields, {*_ROLE, *_ALSO})
-        for word, make in (("limits", Limits), ("model", model.TrainedModel)):
+        for word in ("limits", "model"):
             if word in fields:
-                fields[word] = _made(name, word, fields[word], make)
-        fields = {word: _several(word, value) for word, value in fields.items()}
+                fields[word] = _part(name, word, fields[word])
+        if "collocate" in fields:
+            fields["collocate"] = _all_near(name, "collocate", fields["collocate"])
+        fields = {word: _several(word, value) for word, value in fields.items() if value is not None}
         if share is not None and n is None and not mesh:  # as many as the devices they take turns on
             n = (share.spec.replicas_min, share.spec.replicas_max)
         least, most, sizes, elastic = _sizes(name, n, mesh or {})
@@ -334,7 +379,7 @@ class Job:
             interface=interface,
             **{
                 "collocate": near,
-                "apart": tuple(map(_near, [apart] if isinstance(apart, Role | str) else apart)),
+                "apart": _all_near(name, "apart", apart),
                 **fields,
             },
         )
@@ -469,7 +514,7 @@ def spmd(
     *args: str,
     nproc: int = 1,
     elastic: tuple[int, int] | None = None,
-    check: str = "quick",
+    check: str | None = None,
     name: str | None = None,
     res: SpecRes | None = None,
     fail: model.Fail | Mapping[str, Any] | None = None,
@@ -478,16 +523,18 @@ def spmd(
     """A job of one unmodified training script in ``nproc`` ranks, each an instance with torchrun's environment.
 
     ``elastic`` = (fewest, most) ranks, ``nproc`` or what it means among them: the world begins with what is free,
-    shrinks and grows. ``check`` is the node check before the start.
+    shrinks and grows. ``check`` is the node check before the start. ``fields`` are those of a job, and of its role.
     """
     if "replicas" in fields:
         raise BadInput("spmd has no replicas", hint="give nproc, and elastic=(min, max) where that may change")
-    own = {word: fields.pop(word) for word in ("resources",) if word in fields}
+    own = {word: fields.pop(word) for word in {*_ROLE, *_ALSO} - _JOB if word in fields}
     job = Job(name or Path(script).stem.replace("_", "-"), **fields)
     least, most = elastic or (nproc, nproc)
     if not least <= nproc <= most and nproc != 1:
         raise BadInput(f"nproc {nproc} lies outside elastic {elastic}")
-    contract = replace(_made("main", "fail", fail, Fail) or model.Fail(), check=check)  # pyright: ignore[reportArgumentType] - checked by the service
+    contract = _part("main", "fail", fail) or model.Fail()
+    if check is not None:
+        contract = replace(contract, check=check)  # pyright: ignore[reportArgumentType] - checked by the service
     job.role(
         "main",
         run=("python", script, *args),

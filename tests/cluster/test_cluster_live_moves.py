@@ -26,7 +26,7 @@ from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
-from rota.spec.resources import Health, Res, pretend_nodes
+from rota.spec.resources import FAILOVER, LOST_BY, Health, Res, pretend_nodes
 from rota.spec.states import JobState
 
 
@@ -113,6 +113,57 @@ def test_a_job_that_holds_all_of_a_lost_node_learns_once_that_it_is_back(returns
     assert not [event for _, event in log.decide(7.0) if isinstance(event, GangWaits)]
     log.add(GangReleased(gang=GangId("moved-2"), epoch=Epoch(2)), "runs", 8.0)
     assert log.decide(9.0) == [] and {row.ask.id for row in log.scheduler.state.holders()} == {"runs"}
+
+
+@pytest.mark.parametrize("lost_nodes", [(), ("r0n1",)])
+def test_only_a_node_that_the_engine_lost_is_back_with_it_and_not_one_with_a_broken_device(
+    lost_nodes: tuple[str, ...],
+) -> None:
+    log = Log()
+    for one in pretend_nodes("1x2x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 2, 4)
+    log.decide(1.0)
+    member = BundleAsk(index=0, members=(InstanceId(RoleName("w"), 1),), res=Res(cpus=1, gpus=4))
+    request = GangRequest(gang=GangId("moved-2"), bundles=(member,))
+    nodes = tuple(NodeId(node) for node in lost_nodes)
+    log.add(GangAsked(request=request, avoid=(NodeId("r0n1"),), lost=True, lost_nodes=nodes), "runs", 3.0)
+    (mark,) = log.scheduler.decide(4.0).marks
+    assert (mark.node, mark.health, mark.by) == ("r0n1", Health.SUSPECT, LOST_BY if lost_nodes else FAILOVER)
+    log.add(mark, at=4.0)
+    assert [type(event) for _, event in log.decide(5.0)] == [GangWaits]
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=6.0)
+    waits = [event for _, event in log.decide(7.0) if isinstance(event, GangWaits)]
+    assert [node for event in waits for node in event.back] == list(lost_nodes)
+
+
+def test_a_mark_of_a_broken_device_is_not_replaced_by_one_that_the_service_takes_back() -> None:
+    for lost_first in (True, False):
+        log = two_gangs("1x2x4")
+        node = NodeId("r0n1")
+        for rank, lost_nodes in enumerate(((node,), ()) if lost_first else ((), (node,))):
+            request = replace(gang_of_each(spec("runs", 2, 4))[rank], gang=GangId(f"again-{rank}"))
+            log.add(GangAsked(request=request, avoid=(node,), lost=True, lost_nodes=lost_nodes), "runs", 2.0)
+        assert [mark.by for mark in log.scheduler.decide(3.0).marks] == [FAILOVER]
+
+
+def test_a_job_learns_of_each_of_its_lost_nodes_though_it_was_told_of_another_before() -> None:
+    log = Log()
+    for one in pretend_nodes("1x3x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 3, 4)
+    log.decide(1.0)
+    nodes = NodeId("r0n1"), NodeId("r0n2")
+    asks = [BundleAsk(index=i, members=(InstanceId(RoleName("w"), i + 1),), res=Res(cpus=1, gpus=4)) for i in range(2)]
+    request = GangRequest(gang=GangId("moved-2"), bundles=tuple(asks))
+    log.add(GangAsked(request=request, avoid=nodes, lost=True, lost_nodes=nodes), "runs", 2.0)
+    for mark in log.scheduler.decide(3.0).marks:
+        log.add(mark, at=3.0)
+    for node in nodes:
+        log.add(NodeMarked(node=node, health=Health.HEALTHY), at=4.0)
+    log.add(GangWaits(gang=GangId("moved-2"), reason=Reason.NO_FREE_DEVICES, back=nodes[:1]), "runs", 5.0)
+    waits = [event for _, event in log.decide(6.0) if isinstance(event, GangWaits)]
+    assert [event.back for event in waits] == [nodes[1:]]
 
 
 def gang_of_each(spec: JobSpec) -> tuple[GangRequest, ...]:

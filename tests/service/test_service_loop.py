@@ -15,7 +15,7 @@ from standing import HELLO, PlayedEngine, Standing, with_service
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import PROFILES, get_profile
 from rota.service.control import loop
-from rota.spec.events import JobEnded, JobRequeued, MasterStarted, NodeMarked, TimerFired
+from rota.spec.events import JobEnded, JobRequeued, MasterStarted, NodeJoined, NodeLost, NodeMarked, TimerFired
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import LOST_BY, Health
@@ -220,6 +220,26 @@ def test_a_node_that_was_lost_is_fit_again_though_no_job_asks_for_its_master(
         async with asyncio.timeout(60):
             while service.app.loop.installation.nodes[NODE].node.health is not Health.HEALTHY:
                 await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+
+    with_service(tmp_path, test)
+
+
+def test_a_machine_that_is_lost_stays_lost_whatever_marks_it_until_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SWEEP_PERIOD_S", 0.05)
+
+    async def test(service: Standing) -> None:
+        nodes, joined = service.app.loop.installation.nodes, service.app.loop.installation.nodes[NODE].joined
+        await service.app.loop.append([NodeLost(node=NODE, text="gone"), reported(LOST_BY)])
+        await service.app.loop._sweep_ended()
+        await asyncio.sleep(0.1)
+        await service.app.loop._sweep_ended()
+        assert nodes[NODE].lost and nodes[NODE].node.health is Health.SUSPECT
+        await service.app.loop.append([NodeMarked(node=NODE, health=Health.HEALTHY, by="admin")])
+        assert nodes[NODE].lost and NODE not in {node.id for node in service.app.loop.installation.usable_nodes()}
+        await service.app.loop.append([NodeJoined(node=joined)])
+        assert not nodes[NODE].lost
 
     with_service(tmp_path, test)
 

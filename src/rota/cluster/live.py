@@ -59,7 +59,7 @@ from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import After, JobSpec, RoleStart, changed_spec, started_spec
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import Reason, final_state
-from rota.spec.resources import LOST_BY, Health, Node
+from rota.spec.resources import FAILOVER, LOST_BY, Health, Node
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
@@ -133,9 +133,11 @@ class Scheduler:
         self._left: dict[JobId, tuple[NodeId, ...]] = {}
         """Row of a gang that is asked for to the nodes that its members leave."""
         self._gone: dict[JobId, tuple[NodeId, ...]] = {}
-        """The same of nodes that were lost: they may be used again once they are back."""
+        """The same of nodes that were lost, or not fit: they may be used again once they are back."""
+        self._lost_for: dict[JobId, tuple[NodeId, ...]] = {}
+        """Those of them that the engine lost."""
         self._back: dict[JobId, tuple[NodeId, ...]] = {}
-        """Those of them that are back, until the job knows."""
+        """Those of these that are back, until the job knows."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
         self._unsuccessful: dict[JobId, str] = {}
@@ -238,10 +240,10 @@ class Scheduler:
             case GangGranted() if known is not None:
                 self._granted(job, known, event, at)
             case GangWaits(gang=gang, reason=reason):
-                if event.back:
-                    self._back.pop(row_of(job, gang), None)
-                wait = Wait(reason=reason, text=event.text)
-                self._happened(events.ReasonGiven(job=row_of(job, gang), wait=wait), at)
+                row, wait = row_of(job, gang), Wait(reason=reason, text=event.text)
+                if row in self._back:
+                    self._back[row] = tuple(one for one in self._back[row] if one not in event.back)
+                self._happened(events.ReasonGiven(job=row, wait=wait), at)
             case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
                 self._started(job, known, InstanceId(role, rank), node, at)
             case GangReleased(gang=gang, gone=gone) if known is not None:
@@ -334,10 +336,11 @@ class Scheduler:
         spare = self._can_spare(job, event.request.gang)
         ask = replace(ask, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
         self._happened(events.JobArrived(ask=ask), known.queued_at)
-        self._left[row] = event.avoid
-        self._gone[row] = event.avoid if event.lost else ()
-        for node in event.avoid if event.lost else ():
-            self._suspects |= self._suspect(node, f"lost, as {job} reports", LOST_BY)
+        self._left[row], self._gone[row] = event.avoid, event.avoid if event.lost else ()
+        lost = self._lost_for[row] = self._gone[row] if event.lost_nodes is None else event.lost_nodes
+        for node in self._gone[row]:
+            what, by = ("lost", LOST_BY) if node in lost else ("not fit", FAILOVER)
+            self._suspects |= self._suspect(node, f"{what}, as {job} reports", by)
 
     def _granted(self, job: JobId, known: _Known, event: GangGranted, at: float) -> None:
         row = row_of(job, event.gang)
@@ -355,9 +358,9 @@ class Scheduler:
         if bundles_of(known.own) < known.bundles:
             self._settle(job, self._jobs[job], known.own, at)
 
-    def _suspect(self, node: NodeId, text: str, by: str = "failover") -> dict[NodeId, NodeMarked]:
+    def _suspect(self, node: NodeId, text: str, by: str = FAILOVER) -> dict[NodeId, NodeMarked]:
         """A node that a job had to leave, or that is overdrawn, takes no new work until it is marked healthy."""
-        known = self._nodes.get(node)
+        known = None if by == LOST_BY and node in self._suspects else self._nodes.get(node)  # another mark counts
         mark = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
         return {node: mark} if known is not None and known.health is Health.HEALTHY else {}
 
@@ -365,7 +368,7 @@ class Scheduler:
         """A node that was lost may be used again, also by those that wait for another one in its place."""
         for row in [row for row, gone in self._gone.items() if node in gone and row in self.state.jobs]:
             self._gone[row] = tuple(one for one in self._gone[row] if one != node)
-            self._back[row] = (*self._back.get(row, ()), node)
+            self._back[row] = (*self._back.get(row, ()), *(one for one in self._lost_for[row] if one == node))
             self._left[row] = tuple(one for one in self._left[row] if one != node)
             avoid = list(self.state.jobs[row].ask.avoid)
             avoid.remove(node)  # once: another reason to be apart from it stays
@@ -375,7 +378,7 @@ class Scheduler:
         gone = [request for request in known.asks if which(request)] if known else []
         for request in gone:
             row = row_of(job, request.gang)
-            for known_of in (self._left, self._gone, self._back, self._short):
+            for known_of in (self._left, self._gone, self._lost_for, self._back, self._short):
                 known_of.pop(row, None)
             self._happened(events.JobGone(job=row), at)
         if known is not None and gone:

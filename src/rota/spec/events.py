@@ -232,13 +232,15 @@ class GangReleased(JobEvent):
 class GangAsked(JobEvent):
     """More devices are wanted, but not on nodes of ``avoid`` or ``apart``. Answers: GangGranted, GangWaits.
 
-    Its members leave those of ``avoid`` (``lost``: they are gone); on those of ``apart`` are others of the job.
+    Its members leave those of ``avoid`` (``lost``: they are gone, or not fit); on those of ``apart`` are others of the
+    job. ``lost_nodes`` are those of ``avoid`` that the engine lost; None in older logs: there all of them count so.
     """
 
     request: GangRequest
     avoid: tuple[NodeId, ...] = ()
     apart: tuple[NodeId, ...] = ()
     lost: bool = False
+    lost_nodes: tuple[NodeId, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

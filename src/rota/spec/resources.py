@@ -135,6 +135,8 @@ class Health(StrEnum):
 
 LOST_BY = "engine"
 """Who marks a node that a job reports as lost. Unlike one that a job left, it is fit once the engine has it again."""
+FAILOVER = "failover"
+"""Who marks a node that a job left, or on which it reports a broken device: suspect until an admin marks it healthy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

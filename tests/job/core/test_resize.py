@@ -306,6 +306,29 @@ def test_who_waits_for_a_node_starts_where_it_was_as_soon_as_its_own_is_back(dri
     assert replayed(driven) == driven.ctx
 
 
+@pytest.mark.parametrize(
+    ("reasons", "lost_nodes"),
+    [
+        ((Reason.NODE_LOST, Reason.NODE_LOST), ("h1", "h2")),
+        ((Reason.GPU_ECC, Reason.NODE_LOST), ("h2",)),
+        ((Reason.GPU_LOST, Reason.NODE_SUSPECT), ()),
+    ],
+)
+def test_an_ask_says_which_of_the_nodes_the_engine_lost(driven, reasons, lost_nodes):
+    driven.run(spec(service("w", 3), loop()), "h0", "h1", "h2", "h0")
+    driven.feed(*(lost(driven, f"w/{rank}", reason) for rank, reason in enumerate(reasons, 1)))
+    driven.settle()
+    (asked,) = [record.event for record in driven.records if isinstance(record.event, GangAsked)]
+    assert (asked.avoid, asked.lost, asked.lost_nodes) == (("h1", "h2"), True, lost_nodes)
+
+
+def test_a_node_with_a_broken_device_is_not_lost_though_the_engine_lost_it_then(driven):
+    driven.run(spec(service("w", 2), loop()), "h1", "h1", "h0")
+    driven.feed(lost(driven, "w/0", Reason.NODE_LOST), lost(driven, "w/1", Reason.GPU_ECC))
+    driven.settle()
+    assert [(ask.avoid, ask.lost_nodes) for ask in driven.ctx.asks] == [(("h1",), ())]
+
+
 def test_a_world_that_shrank_grows_again_where_it_was_when_the_node_is_back(driven):
     role = replace(command("train", 2, mesh=(("dp", 2),), elastic_axis="dp"), replicas_min=1, replicas_max=2)
     driven.feed(*submitted(spec(role)), started(spec(role), "train", 2, "h0", "h1"))

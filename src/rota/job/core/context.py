@@ -164,7 +164,8 @@ class GangDemand:
     """A gang that is asked for beside those of the admission; kept while it is held.
 
     ``members`` are those of each bundle. ``answered``: there was an answer, or none for too long. On ``avoid`` they
-    died, on ``apart`` are others that they must be apart from. ``leaves`` is the node on which its members still run.
+    died (the engine lost ``lost_nodes``), on ``apart`` are others that they must be apart from. ``leaves`` is the node
+    on which its members still run.
     ``back``: it is given back as soon as its members have left.
     """
 
@@ -174,6 +175,7 @@ class GangDemand:
     avoid: tuple[NodeId, ...] = ()
     apart: tuple[NodeId, ...] = ()
     lost: bool = False
+    lost_nodes: tuple[NodeId, ...] = ()
     state: AskState = AskState.WANTED
     answered: bool = False
     at_s: float = 0.0

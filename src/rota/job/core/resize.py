@@ -145,7 +145,10 @@ def ask_emits(ctx: JobContext) -> Iterator[Emit]:
         if ask.state is AskState.WANTED:
             request = request_of(ctx.spec, ask.gang, ask.everybody)
             yield Emit(
-                event=GangAsked(request=request, avoid=ask.avoid, apart=ask.apart, lost=ask.lost), key=f"ask/{ask.gang}"
+                event=GangAsked(
+                    request=request, avoid=ask.avoid, apart=ask.apart, lost=ask.lost, lost_nodes=ask.lost_nodes
+                ),
+                key=f"ask/{ask.gang}",
             )
         elif ask.state is AskState.DROPPED:
             yield Emit(event=GangReleased(gang=ask.gang, epoch=ask.epoch), key=f"drop/{ask.gang}")
@@ -478,10 +481,20 @@ def _with_new_ask(
         avoid=tuple(dict.fromkeys(node for one in excluded for node in one.excluded)),
         apart=nodes_apart(ctx.spec, ctx.plan, members, _homes(ctx)),
         lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in excluded),
+        lost_nodes=_lost_nodes(ctx, excluded),
         at_s=ctx.at_s,
         leaves=leaves_node,
     )
     return replace(ctx, asks=(*ctx.asks, ask), epoch_max=epoch)
+
+
+def _lost_nodes(ctx: JobContext, excluded: list[InstanceRecord]) -> tuple[NodeId, ...]:
+    """Nodes that the engine lost, of those that these members may not start on; none on which a device is broken."""
+    reports = (one for one in ctx.instances.values() if one.error is not None and one.error.node in one.excluded)
+    errors = [one.error for one in reports if one.error is not None]
+    unfit = {error.node for error in errors if error.reason in OF_THE_NODE and error.reason is not Reason.NODE_LOST}
+    lost = {error.node for error in errors if error.reason is Reason.NODE_LOST} - unfit
+    return tuple(dict.fromkeys(node for one in excluded for node in one.excluded if node in lost))
 
 
 def _homes(ctx: JobContext) -> dict[InstanceId, NodeId]:

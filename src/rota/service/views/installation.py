@@ -165,8 +165,6 @@ def _marked(status: NodeStatus, event: e.NodeMarked, at: float) -> NodeStatus:
     return replace(
         status,
         node=node,
-        lost=False,
-        removed=False,
         marked_at=at,
         marked_by=event.by,
         text=event.text,

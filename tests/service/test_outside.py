@@ -25,8 +25,11 @@ from rota.service.cli.verbs import run
 from rota.service.client import Client
 from rota.service.demo import KILL_STEPS
 from rota.service.jobfile.reader import read_job
-from rota.spec.errors import BadInput, UnknownName
+from rota.service.offline import missing_names
+from rota.spec.errors import BadInput, NotAllowed, UnknownName
+from rota.spec.events import JobEnded
 from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 __all__ = ["own_home"]  # a fixture of every test here
@@ -256,6 +259,19 @@ def test_check_names_a_queue_that_takes_no_jobs_beside_every_other_mistake(tmp_p
         names = await ask("run", str(tmp_path / "names.yaml"), "--check")
         assert names.status == 2 and "names.yaml:2:9: after[0]: no job 'nojob'; submit that job first" in names.err
         assert "names.yaml:3:11: secrets[0]: no secret 'KEY'; set it: rota secret set KEY" in names.err
+        for _ in range(3):
+            await service.submit(HELLO)
+        await service.play_start("hello-1", "main/0")
+        service.as_master("hello-1", JobEnded(state=JobState.FAILED, reason=Reason.EXIT_NONZERO))
+        await service.until("hello-1", JobState.FAILED)
+        afters = "name: a\nqueue: nope\nafter: [hello-, hello, hello-1, helo]\nroles: {main: {run: hostname}}\n"
+        (tmp_path / "after.yaml").write_text(afters)
+        found = await ask("run", str(tmp_path / "after.yaml"), "--check")
+        assert found.status == 2 and "after.yaml:2:8: queue: no queue 'nope' takes jobs" in found.err
+        assert "after[0]: no job 'hello-'; did you mean 'hello'?" in found.err
+        assert "after[1]" not in found.err, "the newest job of a name, as at the submission"
+        assert "after[2]: hello-1 had to succeed first; it ended as FAILED (EXIT_NONZERO)" in found.err
+        assert "after[3]: no job 'helo'; did you mean 'hello'?" in found.err
         flag = await ask("run", str(tmp_path / "good.yaml"), "--check", "-q", "nope")
         assert flag.status == 2 and "-q nope: queue: no queue 'nope' takes jobs; queues: default" in flag.err
         assert (await ask("run", str(tmp_path / "good.yaml"), "--check", "--json")).document["valid"]
@@ -267,6 +283,41 @@ def test_check_without_a_service_of_this_home_knows_no_queues(tmp_path: Path) ->
     (tmp_path / "job.yaml").write_text(HELLO)
     assert rota("run", "job.yaml", "--check", "-q", "prod").status == 0
     assert rota("run", "job.yaml", "--check", "--server", NO_SERVICE).status == 3
+
+
+class Refusing:
+    """A service that answers for queues and refuses the rest."""
+
+    def queues(self) -> dict[str, Any]:
+        return {"items": [{"path": "default", "parent": None}]}
+
+    @property
+    def accounts(self) -> Any:
+        raise NotAllowed("not for this token")
+
+
+def test_a_question_that_the_service_refuses_hides_no_finding_of_another() -> None:
+    def missing(queue: str, named: bool) -> list[Any]:
+        text = f"name: a\nqueue: {queue}\nafter: [exp]\nsecrets: [K]\nroles: {{main: {{run: hostname}}}}\n"
+        client: Any = Refusing()
+        return missing_names(client, read_job(text, filename="a.yaml"), named=named)
+
+    assert [one.path for one in missing("nope", named=True)] == [("queue",)]
+    assert missing("default", named=False) == []
+    with pytest.raises(NotAllowed):
+        missing("default", named=True)
+
+
+def test_check_looks_for_the_folder_of_a_job_here_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"name: a\nworkdir: code-there\n{HELLO.partition(chr(10))[2]}")
+    done = rota("run", "job.yaml", "--check")
+    assert done.status == 2 and f"workdir: {tmp_path}/code-there is not a folder on this machine" in done.err
+
+    async def test(_: Standing, ask: Callable[..., Any]) -> None:
+        elsewhere: Done = await ask("run", str(tmp_path / "job.yaml"), "--check")
+        assert elsewhere.status == 0 and "code-there is not here" in elsewhere.err
+
+    with_cli(tmp_path, test)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rota.service.client import Client
     from rota.service.control.submission import Submission
     from rota.service.models.cluster import PlanReport
-    from rota.service.models.jobs import GraphDocument
+    from rota.service.models.jobs import GraphDocument, JobDocument, JobRow
     from rota.spec.check import Finding
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
@@ -125,38 +125,76 @@ def plan_job(body: JobBody, *, pretend: str = "") -> PlanReport:
     return cast("PlanReport", {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))})
 
 
-def missing_names(client: Client, spec: JobSpec) -> list[Finding]:
-    """The queue, secrets and earlier jobs that a job names and the service does not have for its user."""
-    from rota.spec.check import Finding
-    from rota.spec.errors import UnknownName, nearest
+def missing_names(client: Client, spec: JobSpec, *, named: bool) -> list[Finding]:
+    """What a submission would refuse of the queue, the earlier jobs and the secrets that a job names.
 
-    rows = client.queues()["items"]
-    leaves = sorted({one["path"] for one in rows} - {one["parent"] for one in rows})
+    Each is asked for by itself, so that one that is refused hides none of the others; a service that does not answer
+    is not asked again. Raises what it was refused if its address was ``named`` and nothing else is wrong.
+    """
+    from rota.spec.errors import NotReachable, RotaError
+
     found: list[Finding] = []
-
-    def note(path: tuple[str | int, ...], message: str, hint: str, code: str = "UNKNOWN_NAME") -> None:
-        found.append(Finding(path=path, message=message, hint=hint, code=code))
-
-    if spec.queue not in leaves:
-        hint = nearest(spec.queue, leaves, "queues")
-        note(("queue",), f"no queue {spec.queue!r} takes jobs", hint, "UNKNOWN_QUEUE")
-    secrets = [one["name"] for one in client.accounts.secrets()["items"]] if spec.secrets else []
-    for index, name in enumerate(spec.secrets):
-        if name not in secrets:
-            note(("secrets", index), f"no secret {name!r}", f"set it: rota secret set {name}")
-    for index, one in enumerate(spec.after):
+    refused: RotaError | None = None
+    for ask in (_missing_queue, _missing_jobs, _missing_secrets):
         try:
-            client.job(one.job)
-        except UnknownName:
-            note(("after", index), f"no job {one.job!r}", "submit that job first, or give the id of one: rota ps -a")
+            for one in ask(client, spec):
+                found.append(one)  # noqa: PERF402 - those before an error count
+        except RotaError as error:
+            refused = refused or error
+            if isinstance(error, NotReachable):
+                break
+    if refused is not None and named and not found:
+        raise refused
     return found
 
 
-def check_job(spec: JobSpec, body: JobBody, missing: Sequence[Finding] = ()) -> None:
-    """Look at a job that was read: its folder, and in a child process its workloads. Raises JobFileError with every
-    mistake, also those that are known to be ``missing``.
+def _missing_queue(client: Client, spec: JobSpec) -> Iterator[Finding]:
+    from rota.spec.check import Finding
+    from rota.spec.errors import nearest
+
+    rows = client.queues()["items"]
+    leaves = sorted({one["path"] for one in rows} - {one["parent"] for one in rows})
+    if spec.queue not in leaves:
+        hint = nearest(spec.queue, leaves, "queues")
+        yield Finding(path=("queue",), message=f"no queue {spec.queue!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
+
+
+def _missing_jobs(client: Client, spec: JobSpec) -> Iterator[Finding]:
+    from rota.service.control.submission import dependency_fault
+    from rota.spec.errors import BadInput
+    from rota.spec.states import JobState
+
+    user = client.accounts.whoami()["name"] if spec.after else ""
+    for index, one in enumerate(spec.after):
+        rows: Sequence[JobRow | JobDocument] = client.jobs(all=True, user=user, name=one.job, limit=1)["items"]
+        try:
+            if (exact := client.job(one.job))["id"] == one.job:
+                rows = [exact]
+        except BadInput:  # no id, or a prefix of several: a submission takes the newest of this name
+            pass
+        job = (rows[0]["id"], JobState(rows[0]["state"]), rows[0]["reason"]) if rows else None
+        names = lambda: {row["name"] for row in client.jobs(all=True, user=user)["items"]}  # noqa: E731 - asked for where needed
+        if fault := dependency_fault(index, one, job, names):
+            yield fault
+
+
+def _missing_secrets(client: Client, spec: JobSpec) -> Iterator[Finding]:
+    from rota.spec.check import Finding
+
+    known = {one["name"] for one in client.accounts.secrets()["items"]} if spec.secrets else set[str]()
+    for index, name in enumerate(spec.secrets):
+        if name not in known:
+            hint = f"set it: rota secret set {name}"
+            yield Finding(path=("secrets", index), message=f"no secret {name!r}", hint=hint, code="UNKNOWN_NAME")
+
+
+def check_job(spec: JobSpec, body: JobBody, missing: Sequence[Finding] = (), *, local: bool = True) -> str:
+    """Look at a job that was read: its folder, and in a child process its workloads; what could not be looked at.
+
+    ``local`` is False for a service on another machine, which may have a folder that is not here. Raises JobFileError
+    with every mistake, also those that are known to be ``missing``.
     """
-    from rota.service.control.submission import check_workdir, with_interfaces
+    from rota.service.control.submission import check_workdir, with_interfaces, workdir_of
     from rota.service.jobfile.reader import placed
     from rota.spec.check import image_refused
     from rota.spec.errors import JobFileError
@@ -165,13 +203,17 @@ def check_job(spec: JobSpec, body: JobBody, missing: Sequence[Finding] = ()) -> 
     wrong = placed(missing, given.source, filename=given.filename, sets=given.sets)
     if not given.ignore_image:
         wrong += placed(image_refused(spec), given.source, filename=given.filename, sets=given.sets)
+    folder = workdir_of(spec, given)
+    unseen = not local and bool(folder) and not Path(folder).is_dir()
     try:
-        check_workdir(spec, given)
-        asyncio.run(with_interfaces(spec, given))
+        if not unseen:
+            check_workdir(spec, given, "this machine")
+            asyncio.run(with_interfaces(spec, given))
     except JobFileError as error:
         raise JobFileError((*wrong, *error.problems), hint=error.hint, **error.fields) from None
     if wrong:
         raise JobFileError(wrong)
+    return f"{folder} is not here: its workloads are checked by the service when it is submitted" if unseen else ""
 
 
 def _submission(body: JobBody) -> Submission:

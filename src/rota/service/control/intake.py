@@ -30,6 +30,7 @@ from rota.service.control.submission import (
     check_image,
     check_urls,
     check_workdir,
+    dependency_fault,
     with_interfaces,
     with_stores,
     workdir_of,
@@ -51,7 +52,6 @@ from rota.spec.errors import (
     JobFileError,
     LimitExceeded,
     UnknownName,
-    did_you_mean,
     nearest,
 )
 from rota.spec.events import Continued, JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
@@ -330,21 +330,17 @@ class Intake:
         faults: list[Finding] = []
         for index, one in enumerate(spec.after):
             job = self._find_dependency(one.job, caller)
-            if job is None:
-                mine = {known.spec.name for known in self._loop.installation.jobs.values() if caller.reads(known)}
-                hint = did_you_mean(one.job, mine) or "submit that job first, or give the id of one: rota ps -a"
-                faults.append(
-                    Finding(path=("after", index), message=f"no job {one.job!r}", hint=hint, code="UNKNOWN_NAME")
-                )
-                continue
-            found.append(replace(one, job=job.id))
-            if one.when == "succeeded" and job.ended is not None and job.ended.state is not JobState.SUCCEEDED:
-                message = f"{job.id} had to succeed first; it ended as {job.ended.state} ({job.ended.reason})"
-                hint = f"{job.id}:ended starts after it however it ended"
-                faults.append(Finding(path=("after", index), message=message, hint=hint, code="CONFLICT"))
+            seen = job and (job.id, job.state, job.ended and job.ended.reason)
+            if fault := dependency_fault(index, one, seen, lambda: self._names_of(caller)):
+                faults.append(fault)
+            if job is not None:
+                found.append(replace(one, job=job.id))
         if faults:
             raise JobFileError(placed(faults, given.source, filename=given.filename, sets=given.sets))
         return replace(spec, after=tuple(found))
+
+    def _names_of(self, caller: Caller) -> set[str]:
+        return {known.spec.name for known in self._loop.installation.jobs.values() if caller.reads(known)}
 
     def _find_dependency(self, name: str, caller: Caller) -> JobHistory | None:
         """The job of this id that the caller may see, else the newest of this name that is theirs."""

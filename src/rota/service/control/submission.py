@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
 from rota.spec.check import Finding, image_refused
 from rota.spec.codec import JsonObject
-from rota.spec.errors import JobFileError, nearest
+from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.ids import NAME_PATTERN, RoleName
-from rota.spec.job import Interface, JobSpec
+from rota.spec.job import After, Interface, JobSpec
 from rota.spec.reasons import Reason
+from rota.spec.states import JobState
 
 INSPECT_TIMEOUT_S = 120.0
 INSTALL_TIMEOUT_S = 1800.0
@@ -73,13 +74,33 @@ def workdir_of(spec: JobSpec, given: Submission) -> str:
     return str(base / spec.workdir) if spec.workdir else str(base)
 
 
-def check_workdir(spec: JobSpec, given: Submission) -> None:
-    """Raises JobFileError for a ``workdir`` of the file that is not a folder of this machine."""
+def check_workdir(spec: JobSpec, given: Submission, where: str = "the machine of the service") -> None:
+    """Raises JobFileError for a ``workdir`` of the file that is not a folder here, on the machine called ``where``."""
     folder = workdir_of(spec, given)
     if spec.workdir and folder and not Path(folder).is_dir():
-        text = f"{folder} is not a folder on the machine of the service"
+        text = f"{folder} is not a folder on {where}"
         fault = Finding(path=("workdir",), message=text, hint="give the folder of the code", code="BAD_TYPE")
         raise JobFileError(placed((fault,), given.source, filename=given.filename, sets=given.sets))
+
+
+def dependency_fault(
+    index: int, one: After, job: tuple[str, JobState, str | None] | None, names: Callable[[], Iterable[str]]
+) -> Finding | None:
+    """Why a job cannot start after ``job`` (id, state, reason): it is not there, or had to succeed and did not.
+
+    ``names`` of the caller's jobs are asked for where there is no such job.
+    """
+    path = ("after", index)
+    if job is None:
+        hint = did_you_mean(one.job, names()) or "submit that job first, or give the id of one: rota ps -a"
+        return Finding(path=path, message=f"no job {one.job!r}", hint=hint, code="UNKNOWN_NAME")
+    found, state, reason = job
+    if one.when == "succeeded" and state.terminal and state is not JobState.SUCCEEDED:
+        message = f"{found} had to succeed first; it ended as {state} ({reason})"
+        return Finding(
+            path=path, message=message, hint=f"{found}:ended starts after it however it ended", code="CONFLICT"
+        )
+    return None
 
 
 def check_image(spec: JobSpec, given: Submission) -> None:

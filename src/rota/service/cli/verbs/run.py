@@ -322,9 +322,12 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 
 
 def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> int:
+    from rota.service.http import find_service
     from rota.service.offline import check_job
 
-    check_job(spec, body, _missing(flags, spec))
+    local = find_service(flags.server, flags.token).local
+    if note := check_job(spec, body, _missing(flags, spec), local=local):
+        terminal.note(f"note: {note}")
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     most: ReplicaRange = {
@@ -337,13 +340,13 @@ def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> in
 
 
 def _missing(flags: Flags, spec: JobSpec) -> Sequence[Finding]:
-    """What the job names and the service has not; nothing where no service of this home answers in time."""
+    """What the job names and the service does not have; nothing where no service of this home answers in time."""
     from rota.service.client import Client
     from rota.service.offline import missing_names
 
     try:
         with flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S) as client:
-            return missing_names(client, spec)
+            return missing_names(client, spec, named=bool(flags.server))
     except RotaError:
         if flags.server:
             raise

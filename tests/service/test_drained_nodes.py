@@ -16,6 +16,7 @@ from rota.spec.events import (
     GangAsked,
     GangGranted,
     GangReserved,
+    GangWaits,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
@@ -80,11 +81,12 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         job = await service.get(f"/jobs/{JOB}")
         assert job["reason"] == Reason.MIGRATED_DRAIN
         assert job["text"].startswith("r0n0 is drained: w/0, w/1 must leave by ")
-        assert "without one by then the whole job waits in its queue" in job["text"]
+        assert "; room on other nodes is asked for; without it by then the whole job waits in its queue" in job["text"]
         assert (await service.get(f"/jobs/{JOB}/explain"))["why"]["text"] == job["text"]
         service.as_master(JOB, GangAsked(request=GangRequest(gang=MOVE, bundles=bundles)))
         granted = await until_said(service, GangGranted)
         assert isinstance(granted, GangGranted)
+        assert "; to other nodes, at the next commit" in (await service.get(f"/jobs/{JOB}"))["text"], "not reserved yet"
         homes = [bundle.node for bundle in granted.bundles]
         assert sorted(homes) == ["r0n1", "r0n2"]
         assert (await seen(service))[1]["totals"] == 10, "its new place is reserved beside the old one"
@@ -123,6 +125,24 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         assert (await seen(service))[0]["r0n0"] == ("healthy", 4, ["next-1"])
 
     with_service(tmp_path, test, pretend="1x3x4")
+
+
+def test_a_job_says_that_no_other_node_has_room_once_the_scheduler_said_so(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit(SERVES)
+        await service.until(JOB, JobState.ADMITTED)
+        await service.play_start(JOB, "w/0", "w/1", "w/2")
+        await service.http.post("/api/v1/nodes/r0n0:drain", json={"notice_s": 600})
+        await until_said(service, MoveAsked)
+        assert "; room on other nodes is asked for; " in (await service.get(f"/jobs/{JOB}"))["text"]
+        members = (InstanceId(W, 0), InstanceId(W, 1))
+        bundles = tuple(BundleAsk(index=i, members=(m,), res=Res(cpus=1, gpus=2)) for i, m in enumerate(members))
+        service.as_master(JOB, GangAsked(request=GangRequest(gang=MOVE, bundles=bundles)))
+        await until_said(service, GangWaits)
+        text = (await service.get(f"/jobs/{JOB}"))["text"]
+        assert "; no other node has room for them now; without it by then the whole job waits in its queue" in text
+
+    with_service(tmp_path, test, pretend="1x2x4")
 
 
 def test_a_drained_node_without_jobs_is_drained_at_once_and_an_old_server_has_no_word_of_it() -> None:

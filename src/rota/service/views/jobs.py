@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import Wait
-from rota.job.core.context import JobContext
-from rota.job.core.resize import departing, held, wanted_size
+from rota.job.core.context import AskState, JobContext
+from rota.job.core.resize import departing, leaves, wanted_size
 from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
 from rota.service.api import JobSort
@@ -151,9 +151,11 @@ def _leaving(ctx: JobContext) -> str:
     node = ctx.bundle(there[0].id)[1].node
     until = datetime.fromtimestamp(ctx.drains[node], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     names = ", ".join(str(one.id) for one in there[:3]) + (" ..." if len(there) > 3 else "")
+    ask = next((one for one in ctx.asks if one.state in (AskState.ASKED, AskState.HELD) and leaves(ctx, one)), None)
     how = "to other nodes, at the next commit or checkpoint or then"
-    if held(ctx) is None:
-        how = "no other node has room for them now; without one by then the whole job waits in its queue"
+    if ask is None or ask.state is not AskState.HELD:
+        room = "no other node has room for them now" if ask and ask.answered else "room on other nodes is asked for"
+        how = f"{room}; without it by then the whole job waits in its queue"
     return f"{node} is drained: {names} must leave by {until}; {how}"
 
 

@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from standing import Standing, standing
+from standing import HELLO, Standing, standing
 from test_cli import rota
 from tests import postgres
 
@@ -30,8 +30,8 @@ _NO_SERVER = pytest.mark.skipif(bool(postgres.why_not()), reason=postgres.why_no
 STORES = ["sqlite", pytest.param("postgres", marks=[pytest.mark.slow, _NO_SERVER])]
 
 
-def made(tmp_path: Path) -> tuple[Settings, Path]:
-    """An installation with a user, a secret, a job that ended and one that waits; and its back-up."""
+def made(tmp_path: Path, *, paused: bool = False) -> tuple[Settings, Path]:
+    """An installation with a user, a secret, a job that was admitted and one that is ``paused``; and its back-up."""
 
     async def live() -> None:
         async with standing(tmp_path / "old") as service:
@@ -42,6 +42,11 @@ def made(tmp_path: Path) -> tuple[Settings, Path]:
         await service.http.put("/api/v1/secrets/KEY", json={"value": "a-secret-value"})
         await service.submit()
         await service.until("hello-1", JobState.ADMITTED)
+        if paused:
+            await service.submit(HELLO + "after: [hello-1]\n")
+            await service.until("hello-2", JobState.QUEUED)
+            await service.http.post("/api/v1/jobs/hello-2:pause")
+            await service.until("hello-2", JobState.PAUSED)
         (service.app.home.job("hello-1").logs / "main-0.log").write_text("said\n")
         service.app.home.webhooks.mkdir()
         (service.app.home.webhooks / "w1").write_text("3")
@@ -81,7 +86,7 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
 def test_a_restore_says_which_pretend_nodes_and_how_many_jobs_the_next_up_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, out = made(tmp_path)
+    old, out = made(tmp_path, paused=True)
     write_private(Home.of(old.home).last_up, json.dumps({"pretend": "2x4x8", "port": 7711}))
     out.unlink()
     back_up(old, out)
@@ -89,7 +94,7 @@ def test_a_restore_says_which_pretend_nodes_and_how_many_jobs_the_next_up_takes(
     monkeypatch.setenv("ROTA_HOME", new.home)
     said = rota("restore", str(out))
     assert "start it: rota up (with the pretend nodes 2x4x8)" in said.out, said
-    assert "1 job of the back-up has not ended: the next 'rota up' here continues it." in said.err
+    assert "The next 'rota up' here continues 1 job of the back-up." in said.err
     assert "end it first (rota down), or they run twice" in said.err
     again = as_before(new, Home.of(new.home))
     assert (again.pretend, again.port) == ("2x4x8", new.port), "the address is that of the new home"

@@ -301,8 +301,9 @@ def _plain(exc: Any) -> str:
 def _hint(words: Sequence[str]) -> str:
     named = list(dropwhile(lambda word: word not in VERBS and word not in FAMILIES, words))
     verb = _chosen(named) or " ".join(named[:1])
-    program = next((at for at, word in enumerate(named) if at and _is_program(word)), 0)
-    if verb == "run" and program and "--" not in named:
+    places = (at for at, word in enumerate(named) if at and not word.startswith("-"))
+    program = next((at for at in places if "=" in named[at - 1] or not named[at - 1].startswith("-")), 0)
+    if verb == "run" and program and _is_program(named[program]) and "--" not in named:
         return f"write a command after '--': rota {shlex.join([*named[:program], '--', *named[program:]])}"
     return f"see: rota {verb} --help" if verb else "see: rota --help"
 

@@ -11,12 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TypedDict
 
 from rota.runtime.environ import PRIVATE_FILE, Home
-from rota.runtime.event_log.sql import LogRow, SqlLog
+from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
 from rota.service.config import Settings
 from rota.service.process.assembly import db_url
-from rota.service.process.daemon import as_before, find_service
+from rota.service.process.daemon import as_before, find_service, live_in_log
 from rota.spec.errors import BadInput, Conflict
+from rota.spec.states import JobState
 
 FORM = 1
 EVENTS, FENCES, ABOUT = "events.jsonl", "fences.json", "about.json"
@@ -41,7 +42,7 @@ class BackupDocument(TypedDict):
 class RestoreDocument(TypedDict):
     """What ``restore`` laid down; ``pretend`` are the pretended nodes that the next ``up`` takes again.
 
-    ``jobs`` are those that had not ended: the next ``up`` continues them.
+    ``jobs`` are those that the next ``up`` continues: they had not ended, and were not paused.
     """
 
     kind: str
@@ -103,7 +104,7 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
     try:
         with tarfile.open(source) as tar:
             records, pretend = _fill(tar, settings, home, laid, again)
-            jobs = _not_ended(map(json.loads, _open(tar, EVENTS)))
+        jobs = sum(count for state, count in live_in_log(settings).items() if state != JobState.PAUSED)
     except BaseException as error:
         for path in laid:
             path.unlink(missing_ok=True)
@@ -154,17 +155,6 @@ def _fill(tar: tarfile.TarFile, settings: Settings, home: Home, laid: list[Path]
     if pretend := about.get("pretend", ""):
         write_private(home.last_up, json.dumps({"pretend": pretend}))
     return records, pretend
-
-
-def _not_ended(rows: Iterable[LogRow]) -> int:
-    """How many jobs of a log have no end in it."""
-    live = set[str]()
-    for row in rows:
-        if row["job"] is not None:
-            live.add(row["job"])
-            if '"JobEnded"' in row["body"] and json.loads(row["body"])["kind"] == "JobEnded":
-                live.discard(row["job"])
-    return len(live)
 
 
 def _private(path: Path) -> IO[bytes]:

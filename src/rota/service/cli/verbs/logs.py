@@ -65,7 +65,7 @@ def logs(
         if "/" in job:
             job, filters["instance"] = _job_and_instance(client, job, instance)
         if follow:
-            _tell_wait(client, terminal, job)
+            _print_wait_reason(client, terminal, job)
         lines = client.logs(job, follow=follow, notice=terminal.note, **filters)
         if terminal.json and not follow:
             pages = list(client.log_pages(job, **filters))
@@ -94,7 +94,7 @@ def _job_and_instance(client: Client, given: str, instance: str) -> tuple[str, s
         raise UnknownName(f"{exc.message}; the job comes first", hint=f"rota logs JOB {given}") from None
 
 
-def _tell_wait(client: Client, terminal: Terminal, job: str) -> None:
+def _print_wait_reason(client: Client, terminal: Terminal, job: str) -> None:
     """Following a job that waits would be silent until it starts: why it waits, once."""
     document = client.job(job)
     if document["state"] in (JobState.QUEUED, JobState.PAUSED):

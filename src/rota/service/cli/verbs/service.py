@@ -323,10 +323,7 @@ def restore(
     terminal = flags.terminal()
     terminal.show(document, lambda term: term.line(text))
     if jobs := document["jobs"]:
-        have, them = ("has", "it") if jobs == 1 else ("have", "them")
-        terminal.note(
-            f"{counted(jobs, 'job')} of the back-up {have} not ended: the next 'rota up' here continues {them}."
-        )
+        terminal.note(f"The next 'rota up' here continues {counted(jobs, 'job')} of the back-up.")
         terminal.note("If the installation of the back-up still runs, end it first (rota down), or they run twice.")
     return 0
 

@@ -11,9 +11,12 @@ from cluster_makers import ask, node, slot, state
 from test_cluster_promises import beyond_their_promise, gpus, played, stream, tenants
 
 from rota.cluster.core import cycle
+from rota.cluster.core.admission import HeldBack, held_back, with_held_back
 from rota.cluster.core.events import Event, JobArrived, JobGone, JobReleased, NodeChanged, StopRequested, apply
-from rota.cluster.core.jobs import LiveJob
+from rota.cluster.core.explain import explain
+from rota.cluster.core.jobs import LiveJob, Wait
 from rota.cluster.core.profile import Decision, Placer, Preempt, Profile, Victim
+from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies import PROFILES, get_profile
@@ -116,8 +119,47 @@ def test_a_policy_without_an_order_of_its_own_stops_each_job_once_until_somethin
     )
     wait = s.jobs[JobId("a")].wait
     assert wait is not None and wait.reason is Reason.NO_FREE_DEVICES and wait.fields["held_back_by"] == ["b"]
-    assert "It waits for b: one was stopped for the other already" in wait.text and "until a job arrives" in wait.text
+    assert wait.text.endswith(
+        "It waits for b, not stopped for it until a job arrives or ends, or a node changes: "
+        "it was stopped for b, or for a job that was stopped for that."
+    )
+    assert wait_of(s, profile, JobId("a"), 5.0) == wait
     assert played(profile, s, ask("c", slot(4)), at=10.0) == ["b", "c"], "an arrival is something else"
+
+
+def test_who_is_held_back_is_said_of_now_also_where_the_code_of_the_reason_is_the_last_one() -> None:
+    rule = FewestAttempts()
+    profile = replace(get_profile("las"), order=rule, victims=rule, round_s=0.0)
+    s = state(node("n"))
+    played(profile, s, ask("a", slot(4)), ask("b", slot(4)))
+    apply(s, JobArrived(ask=ask("later", slot(8))), 3.0)
+    wait = wait_of(s, profile, JobId("a"), 3.0)
+    assert wait is not None and "held_back_by" not in wait.fields and "waits for b" not in wait.text, "it is over"
+    apply(s, JobGone(job=JobId("later")), 4.0)
+
+    played(profile, s, ask("c", slot(4)), at=10.0)
+    (holder,) = (row.ask.id for row in s.jobs.values() if row.phase == "running")
+    given = [row.wait.fields for row in s.jobs.values() if row.wait is not None]
+    assert given and not any("held_back_by" in fields for fields in given), "no reason is put again for it"
+    said = {job: wait_of(s, profile, JobId(job), 20.0) for job in {"a", "b", "c"} - {holder}}
+    (held,) = (wait for wait in said.values() if wait is not None and "held_back_by" in wait.fields)
+    assert held.fields["held_back_by"] == [holder]
+    assert held in [explain(s, profile, JobId(job), 20.0).why for job in said]
+
+
+def test_who_was_stopped_for_a_job_already_is_not_stopped_for_it_again_and_it_says_so() -> None:
+    s = state(node("n"))
+    for name in "ab":
+        cycle.step(s, JobArrived(ask=ask(name, slot(2))), get_profile("fifo"), 0.0)
+    apply(s, StopRequested(job=JobId("a"), for_job=JobId("b")), 1.0)
+    row, wait = s.jobs[JobId("b")], Wait(reason=Reason.NO_FREE_DEVICES, text="None is free.")
+    found = held_back(s, row, [JobId("a")], 0.0, 2.0)
+    assert found == HeldBack((JobId("a"),), again=True)
+    said = with_held_back(wait, found, until_round=True)
+    assert (
+        said.text == "None is free. It waits for a, not stopped for it until the next round: a stopped for it already."
+    )
+    assert held_back(s, row, [JobId("a")], 10.0, 12.0).jobs == (), "in another round"
 
 
 @pytest.mark.parametrize(

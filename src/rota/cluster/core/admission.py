@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -372,13 +372,38 @@ def with_spares(wait: Wait, spares: list[NodeId]) -> Wait:
     return replace(wait, text=text.strip(), fields={**wait.fields, "spares": spares})
 
 
-def with_held_back(wait: Wait, others: Sequence[JobId], *, until_round: bool) -> Wait:
-    """A verdict on a job for which these are not stopped, as they were stopped for it or it was for them."""
-    names = ", ".join(others[:NAMED_MAX])
+class HeldBack(NamedTuple):
+    """Jobs that are not stopped for one, until something happens that decisions do not cause, or the next round.
+
+    ``again``: they were stopped for it already. Else it was stopped for them, or for one that was stopped for them.
+    """
+
+    jobs: tuple[JobId, ...] = ()
+    again: bool = False
+
+
+def held_back(state: State, row: LiveJob, chosen: Sequence[JobId], round_s: float, now: float) -> HeldBack:
+    """Which of the jobs that a policy would stop for this one are not: who is stopped for whom stays a strict order."""
+    begin = now // round_s * round_s if round_s else 0.0
+    pairs = {pair for pair, at in dict(state.stopped_for).items() if at >= begin}  # a copy: others decide
+    before = found = {row.ask.id, row.ask.key[0]}  # a log names the job that a part is of
+    again = all(pairs & {(job, one) for one in before} for job in chosen)
+    while found and not again:
+        found = {other for job, other in pairs if job in found} - before
+        before = before | found
+    return HeldBack(tuple(job for job in chosen if again or job in before), again)
+
+
+def with_held_back(wait: Wait, found: HeldBack, *, until_round: bool) -> Wait:
+    """A verdict on a job for which these are not stopped."""
+    if not found.jobs:
+        return wait
+    names = ", ".join(found.jobs[:NAMED_MAX])
     until = "the next round" if until_round else "a job arrives or ends, or a node changes"
-    text = f"{wait.text or wait.reason.info.text} It waits for {names}: one was stopped for the other already, and so"
-    text = f"{text} neither is stopped again until {until}."
-    return replace(wait, text=text, fields={**wait.fields, "held_back_by": list(others)})
+    stops = f"it was stopped for {names}, or for a job that was stopped for that"
+    stops = f"{names} stopped for it already" if found.again else stops
+    text = f"{wait.text or wait.reason.info.text} It waits for {names}, not stopped for it until {until}: {stops}."
+    return replace(wait, text=text, fields={**wait.fields, "held_back_by": list(found.jobs)})
 
 
 def hardest(shape: Shape) -> Slot:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from rota.cluster.core.admission import (
     LIMITS,
     NAMED_MAX,
+    HeldBack,
+    held_back,
     waits_because,
     waits_for_preemption,
     with_held_back,
@@ -135,7 +137,7 @@ class _Pass:
         self.sharing, self.joins, self.shared = profile.sharing, True, False
         self.tried = self.sets = self.vain = 0
         self.overtaken = set[JobId]()
-        self.held_back: dict[JobId, tuple[JobId, ...]] = {}
+        self.held_back: dict[JobId, HeldBack] = {}
         self.age_bound = AgeBound(state, txn, profile, now, self._excluding)
         self.tries_max = state.memory.tries_max(profile.candidates_max)
 
@@ -226,8 +228,8 @@ class _Pass:
         if not row.has_reason(wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, RememberedRefusal) else wait
             if not row.has_reason(wait.reason):
-                if others := self.held_back.get(row.ask.id):
-                    wait = with_held_back(wait, others, until_round=self.profile.round_s > 0)
+                found = self.held_back.get(row.ask.id, HeldBack())
+                wait = with_held_back(wait, found, until_round=self.profile.round_s > 0)
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
 
@@ -456,8 +458,12 @@ class _Pass:
                 chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)
         if held is not None:
             return self._claim(row, stopping, held)
-        others = self.held_back[row.ask.id] = self._in_a_circle(row, chosen) if chosen else ()
-        if not chosen or others or not self._would_start(row, stopping, chosen):
+        others = [victim.job for victim in chosen or ()]
+        found = held_back(self.state, row, others, profile.round_s, self.now) if others else HeldBack()
+        self.held_back[row.ask.id] = found
+        if victims is not None and self.until is None:
+            self.state.memory.learn_held_back(row.ask.id, others if found.jobs else [])
+        if not chosen or found.jobs or not self._would_start(row, stopping, chosen):
             if chosen and profile.promises and self._is_covered(row.ask.id):
                 self.overtaken.add(row.ask.id)
             if victims is not None and self.until is None:
@@ -486,21 +492,6 @@ class _Pass:
         for victim in chosen:
             self.tentative.keep(victim.to)
         return wait
-
-    def _in_a_circle(self, row: LiveJob, chosen: Sequence[Victim]) -> tuple[JobId, ...]:
-        """The jobs for which these are not stopped: the job was stopped for them, or they all were for the job before.
-
-        Who was stopped for whom stays a strict order until something happens that decisions do not cause; where jobs
-        take turns, until the next round.
-        """
-        begin = self.now // round_s * round_s if (round_s := self.profile.round_s) else 0.0
-        pairs = {pair for pair, at in self.state.stopped_for.items() if at >= begin}
-        before = found = {row.ask.id, row.ask.key[0]}  # a log names the job that a part is of
-        again = all(pairs & {(victim.job, one) for one in before} for victim in chosen)
-        while found and not again:
-            found = {other for job, other in pairs if job in found} - before
-            before = before | found
-        return tuple(victim.job for victim in chosen if again or victim.job in before)
 
     def _would_start(self, row: LiveJob, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from rota.cluster.core.admission import too_few_free
+from rota.cluster.core.admission import LIMITS, held_back, too_few_free, with_held_back
 from rota.cluster.core.jobs import LineKey, LiveJob, Wait
 from rota.cluster.core.preemption import BackfillReservations
 from rota.cluster.core.profile import Profile
@@ -150,7 +150,7 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
     if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
         return None if row is None else row.wait
     if profile.order.by_job:
-        return _as_of_now(state, profile, row, row.wait)
+        return _as_of_now(state, profile, row, row.wait, now)
     by_queue = profile.block == "queue"
     for *_, other in state.waiting[row.ask.queue] if by_queue else state.lines[state.line_of(row)]:
         if other == job:
@@ -160,18 +160,27 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
             continue
         if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
             continue
-        wait = _as_of_now(state, profile, state.jobs[other], wait)
+        wait = _as_of_now(state, profile, state.jobs[other], wait, now)
         text = f"It is behind {other}: {wait.text or INFO[wait.reason].text}"
         reason = Reason.BEHIND_IN_ORDER if by_queue else wait.reason
         return replace(wait, reason=reason, text=text, fields={**wait.fields, "behind": other})
-    return _as_of_now(state, profile, row, row.wait)
+    return _as_of_now(state, profile, row, row.wait, now)
 
 
-def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait) -> Wait:
-    """What a job that finds no place waits for by now: more may be taken since it got its reason."""
-    if last.reason not in BY_PLACE:
+def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait, now: float) -> Wait:
+    """What a job that finds no place waits for by now: more may be taken since it got its reason.
+
+    Who held it back when it got its reason may do so no more, and another may by now.
+    """
+    if of_then := "held_back_by" in last.fields:
+        last = Wait(reason=last.reason)
+    if last.reason in BY_PLACE or of_then:
+        last = profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
+    others = state.memory.held_back.get(row.ask.id, ()) if last.reason in (*BY_PLACE, *LIMITS) else ()
+    if not others or any(state.jobs[one].phase != "running" for one in others if one in state.jobs):
         return last
-    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
+    found = held_back(state, row, others, profile.round_s, now)
+    return with_held_back(last, found, until_round=profile.round_s > 0)
 
 
 def _is_shorter(row: LiveJob, wait: Wait, now: float) -> bool:

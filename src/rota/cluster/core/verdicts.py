@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rota.cluster.core.jobs import LineKey, LiveJob
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -29,6 +31,8 @@ class VerdictCache:
         self._count = 0
         self._cut_short = 0
         self._vain: dict[JobId, int] = {}
+        self.held_back: dict[JobId, Sequence[JobId]] = {}
+        """Job to those that its policy would stop for it, and that are not, as that would close a circle."""
         self.places: dict[JobId, tuple[LiveJob, object, tuple[object, ...]]] = {}
         """Of jobs that have a rank of their own: the row, the order, and the place in that order."""
 
@@ -54,6 +58,13 @@ class VerdictCache:
             self._vain.clear()
         else:
             self._vain.pop(job, None)
+
+    def learn_held_back(self, job: JobId, others: Sequence[JobId]) -> None:
+        """These are not stopped for a job, as that would close a circle; none: nothing holds it back."""
+        if others:
+            self.held_back[job] = others
+        else:
+            self.held_back.pop(job, None)
 
     def took(self, txn: Txn, row: LiveJob) -> None:
         """A job was given devices."""

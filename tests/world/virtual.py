@@ -12,8 +12,8 @@ from rota.testing.memory import VirtualClock
 T = TypeVar("T")
 
 
-STILL_MAX = 200_000
-"""So many rounds of the loop without a moment passing are an endless one."""
+STILL_MAX = 10_000
+"""Rounds of the loop without a moment passing that are an endless one; worlds that end have fewer than 20."""
 
 
 class Stuck(AssertionError):

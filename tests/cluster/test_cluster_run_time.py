@@ -192,3 +192,8 @@ def test_a_paused_job_has_no_estimated_start() -> None:
         s.put(txn, row.__class__(ask=row.ask, phase="paused", wait=Wait(reason=row.wait.reason) if row.wait else None))
         txn.keep()
     assert Forecast(s, get_profile("fifo"), 10.0).play(SystemClock()).of(JobId("j1")).p50 is None
+
+
+def test_a_job_that_asked_for_no_time_or_less_belongs_to_those_of_which_none_is_known() -> None:
+    """A log may have one: reading it must not end the service."""
+    assert len({groups_of(waiting(est_s)) for est_s in (None, 0.0, -5.0)}) == 1

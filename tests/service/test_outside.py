@@ -91,6 +91,35 @@ def test_a_method_that_a_path_has_not_is_told_which_it_has(
     with_service(tmp_path, test)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"time_limit_s": -5.0}, "time_limit: '-5s' is not a duration"),
+        ({"priority": 200}, "priority: expected a whole number from -1 to 100, got '200'"),
+        ({"retry": -1}, "retry: expected a whole number from 0"),
+        ({"grace_s": -3.0}, "grace: '-3s' is not a duration"),
+        ({"cpus": -30.0}, "roles.main.resources.cpus: expected a number, at least 0"),
+        ({"gpus": -4.0}, "roles.main.resources.gpus: expected a number, at least 0"),
+        ({"memory_bytes": -1}, "roles.main.resources.memory: '-1B' is not a size"),
+    ],
+    ids=str,
+)
+def test_a_built_spec_has_the_ranges_of_a_job_file(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    """A negative time limit was acknowledged, ended the service, and every one that was started after it."""
+
+    async def test(service: Standing) -> None:
+        await service.submit()
+        spec = (await service.get("/jobs/hello-1/spec"))["spec"]
+        assert (await service.http.post("/api/v1/jobs", json={"spec": spec})).status_code == 201
+        spec["roles"][0]["res"] |= {name: value for name, value in change.items() if name in spec["roles"][0]["res"]}
+        spec |= {name: value for name, value in change.items() if name in spec}
+        for path in ("/api/v1/jobs", "/api/v1/jobs:plan"):
+            answer = await service.http.post(path, json={"spec": spec})
+            assert (answer.status_code, said in answer.text) == (422, True), answer.text
+
+    with_service(tmp_path, test)
+
+
 def test_what_no_store_takes_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await service.submit()

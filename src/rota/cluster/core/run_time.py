@@ -61,7 +61,7 @@ Book = dict[Group, Taken]
 
 def groups_of(ask: JobAsk) -> tuple[Group, ...]:
     """The groups of a job, the widest first."""
-    kind = (ASKED, str(round(log(ask.est_s, BIN)))) if ask.est_s else (UNKNOWN, "")
+    kind = (ASKED, str(round(log(ask.est_s, BIN)))) if ask.est_s and ask.est_s > 0 else (UNKNOWN, "")
     own = (ask.queue, ask.user, str(ask.shape.gpu_milli))
     return (kind[:1], kind, (*kind, *own[:1]), (*kind, *own[:2]), (*kind, *own))
 

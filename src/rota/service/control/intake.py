@@ -36,7 +36,7 @@ from rota.service.control.submission import (
     workdir_of,
 )
 from rota.service.jobfile.models import job_text
-from rota.service.jobfile.reader import placed, problems_of, read_job
+from rota.service.jobfile.reader import placed, problems_of, read_job, value_problems
 from rota.service.models.base import document
 from rota.service.models.cluster import DryRunEstimate, DryRunExplanation
 from rota.service.views.cluster import no_usable_node
@@ -414,7 +414,7 @@ def _from_json(raw: JsonObject) -> JobSpec:
     if unread := _unread(raw, spec.to_json(), "spec"):
         path, name, known = unread
         raise BadInput(f"{path}.{name}: unknown field", hint=nearest(name, known, "fields"))
-    if problems := problems_of(spec):
+    if problems := problems_of(spec) or value_problems(spec):
         raise JobFileError(problems)
     return spec
 

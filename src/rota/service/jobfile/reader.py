@@ -75,6 +75,17 @@ def problems_of(spec: JobSpec) -> tuple[Problem, ...]:
     return placed(rules.check(spec), "", filename="job")
 
 
+def value_problems(spec: JobSpec) -> tuple[Problem, ...]:
+    """Values of a built spec that a job file may not have: ranges and forms are declared once, by the file's models."""
+    from rota.service.jobfile.models import job_text  # noqa: PLC0415
+
+    try:
+        read_job(job_text(spec), filename="job")
+    except JobFileError as error:
+        return tuple(replace(one, line=0, col=0, source="") for one in error.problems)
+    return ()
+
+
 class _Reader:
     """One text: its nodes, the job that they describe, and what is wrong with it.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from test_cluster_live import Log, requests_of, spec
 
-from rota.cluster.live import Scheduler
+from rota.cluster.live import RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
 from rota.spec.events import (
     GangAsked,
@@ -41,17 +41,24 @@ def moves(log: Log, gang: str, ranks: tuple[int, ...], left: str, at: float) -> 
     return tuple(bundle.node for bundle in granted.bundles)
 
 
+def running(nodes: str, members: int, gpus: int, gangs: RequestsOf = requests_of) -> Log:
+    """A job of that many members has started on pretend nodes; ``gangs`` says what it asks for."""
+    log = Log()
+    log.scheduler = Scheduler(get_profile("fifo"), gangs)
+    for one in pretend_nodes(nodes, host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", members, gpus)
+    log.decide(1.0)
+    return log
+
+
 def held_nodes(log: Log) -> list[NodeId]:
     state = log.scheduler.state
     return sorted(state.nodes[slot.node].id for row in state.holders() for slot in row.held if slot.devices)
 
 
 def test_who_moved_alone_keeps_its_place_when_the_gang_that_it_left_is_given_back() -> None:
-    log = Log()
-    for one in pretend_nodes("1x4x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 2, 4)
-    log.decide(1.0)
+    log = running("1x4x4", 2, 4)
     assert held_nodes(log) == ["r0n0", "r0n1"]
     (first,) = moves(log, "w-0", (0,), "r0n0", 2.0)
     log.add(InstanceStarted(role=RoleName("w"), rank=0, epoch=Epoch(3), node=first, pid=9), "runs", 4.0)
@@ -66,11 +73,7 @@ def test_who_moved_alone_keeps_its_place_when_the_gang_that_it_left_is_given_bac
 
 def test_a_gang_that_a_job_lives_in_does_not_count_as_one_that_it_waits_for() -> None:
     """The gang of the admission is given back, then one of those that took its place: the other is still held."""
-    log = Log()
-    for one in pretend_nodes("1x4x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 2, 4)
-    log.decide(1.0)
+    log = running("1x4x4", 2, 4)
     (first,) = moves(log, "w-0", (0,), "r0n0", 2.0)
     (second,) = moves(log, "w-1", (1,), "r0n1", 3.0)
     log.add(GangReleased(gang=GangId("all"), epoch=Epoch(1), gone=True), "runs", 5.0)
@@ -92,11 +95,7 @@ def test_a_gang_that_a_job_lives_in_does_not_count_as_one_that_it_waits_for() ->
     ],
 )
 def test_a_job_that_holds_all_of_a_lost_node_learns_once_that_it_is_back(returns: str, told: list[str]) -> None:
-    log = Log()
-    for one in pretend_nodes("1x2x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 2, 4)
-    log.decide(1.0)
+    log = running("1x2x4", 2, 4)
     log.add(NodeLost(node=NodeId("r0n1")), at=2.0)
     member = BundleAsk(index=0, members=(InstanceId(RoleName("w"), 1),), res=Res(cpus=1, gpus=4))
     request = GangRequest(gang=GangId("moved-2"), bundles=(member,))
@@ -119,11 +118,7 @@ def test_a_job_that_holds_all_of_a_lost_node_learns_once_that_it_is_back(returns
 def test_only_a_node_that_the_engine_lost_is_back_with_it_and_not_one_with_a_broken_device(
     lost_nodes: tuple[str, ...],
 ) -> None:
-    log = Log()
-    for one in pretend_nodes("1x2x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 2, 4)
-    log.decide(1.0)
+    log = running("1x2x4", 2, 4)
     member = BundleAsk(index=0, members=(InstanceId(RoleName("w"), 1),), res=Res(cpus=1, gpus=4))
     request = GangRequest(gang=GangId("moved-2"), bundles=(member,))
     nodes = tuple(NodeId(node) for node in lost_nodes)
@@ -148,11 +143,7 @@ def test_a_mark_of_a_broken_device_is_not_replaced_by_one_that_the_service_takes
 
 
 def test_a_job_learns_of_each_of_its_lost_nodes_though_it_was_told_of_another_before() -> None:
-    log = Log()
-    for one in pretend_nodes("1x3x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 3, 4)
-    log.decide(1.0)
+    log = running("1x3x4", 3, 4)
     nodes = NodeId("r0n1"), NodeId("r0n2")
     asks = [BundleAsk(index=i, members=(InstanceId(RoleName("w"), i + 1),), res=Res(cpus=1, gpus=4)) for i in range(2)]
     request = GangRequest(gang=GangId("moved-2"), bundles=tuple(asks))
@@ -176,12 +167,7 @@ def gang_of_each(spec: JobSpec) -> tuple[GangRequest, ...]:
 
 def two_gangs(nodes: str) -> Log:
     """A job of two gangs, each on a node of its own."""
-    log = Log()
-    log.scheduler = Scheduler(get_profile("fifo"), gang_of_each)
-    for one in pretend_nodes(nodes, host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 2, 4)
-    log.decide(1.0)
+    log = running(nodes, 2, 4, gang_of_each)
     assert held_nodes(log) == ["r0n0", "r0n1"]
     return log
 
@@ -239,12 +225,7 @@ def test_a_job_that_lost_one_gang_of_two_is_admitted_with_both_after_its_requeue
 
 
 def test_members_of_a_released_gang_and_of_one_that_stays_move_together_and_leave_no_device_behind() -> None:
-    log = Log()
-    log.scheduler = Scheduler(get_profile("fifo"), lambda spec: _first_alone(requests_of(spec)[0]))
-    for one in pretend_nodes("1x3x4", host="real"):
-        log.add(NodeJoined(node=one))
-    log.submit("runs", 3, 2)
-    log.decide(1.0)
+    log = running("1x3x4", 3, 2, lambda spec: _first_alone(requests_of(spec)[0]))
     assert held_nodes(log) == ["r0n0", "r0n0", "r0n1"]
     bundles = tuple(
         BundleAsk(index=i, members=(InstanceId(RoleName("w"), i),), res=Res(cpus=1, gpus=2)) for i in (0, 1)

@@ -51,6 +51,14 @@ async def starts_at(service: Standing, job: str) -> float:
     return datetime.fromisoformat((await service.get(f"/jobs/{job}/explain"))["estimate"]["p50"]).timestamp()
 
 
+async def submitted(service: Standing, count: int) -> None:
+    """Submit that many jobs to one node; the first is admitted, the last waits."""
+    for _ in range(count):
+        await service.submit(JOB)
+    await service.until("hello-1", JobState.ADMITTED)
+    await service.until(f"hello-{count}", JobState.QUEUED)
+
+
 @pytest.fixture(autouse=True)
 def by_asking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No play begins by itself, unless a test wants one, none rests, and a busy machine has time for the first."""
@@ -64,10 +72,7 @@ def test_a_second_question_plays_nothing_and_a_change_is_seen(tmp_path: Path, mo
     monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
 
     async def test(service: Standing) -> None:
-        for _ in range(4):
-            await service.submit(JOB)
-        await service.until("hello-1", JobState.ADMITTED)
-        await service.until("hello-4", JobState.QUEUED)
+        await submitted(service, 4)
         third, fourth = await starts_at(service, "hello-3"), await starts_at(service, "hello-4")
         assert fourth == pytest.approx(third + 3600)
         played = []
@@ -89,10 +94,7 @@ def test_a_paused_job_is_told_anew_when_it_waits_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
 
     async def test(service: Standing) -> None:
-        for _ in range(3):
-            await service.submit(JOB)
-        await service.until("hello-1", JobState.ADMITTED)
-        await service.until("hello-3", JobState.QUEUED)
+        await submitted(service, 3)
         scheduler, told = service.app.loop.scheduler, list[set[str]]()
         monkeypatch.setattr(Calibration, "tell", lambda _, made, now: told.append({str(one) for one in made.starts}))
         await service.http.post("/api/v1/jobs/hello-2:pause", json={})
@@ -107,9 +109,7 @@ def test_what_became_of_earlier_estimates_is_in_the_next(tmp_path: Path, monkeyp
     monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
 
     async def test(service: Standing) -> None:
-        for _ in range(11):
-            await service.submit(JOB)
-        await service.until("hello-11", JobState.QUEUED)
+        await submitted(service, 11)
         assert "intervals" not in (await service.get("/jobs/hello-11/explain"))["estimate"]["basis"]
         for i in range(1, 10):
             service.as_master(f"hello-{i}", JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED))
@@ -124,9 +124,7 @@ def test_a_recent_answer_is_given_while_a_newer_one_takes_long(tmp_path: Path, m
     plays = Plays(monkeypatch)
 
     async def test(service: Standing) -> None:
-        for _ in range(3):
-            await service.submit(JOB)
-        await service.until("hello-3", JobState.QUEUED)
+        await submitted(service, 3)
         first = await starts_at(service, "hello-3")
         plays.gate.clear()
         await service.http.post("/api/v1/jobs/hello-2:stop", json={"grace_s": 1})
@@ -143,9 +141,7 @@ def test_who_asks_often_has_no_play_always_under_way(tmp_path: Path, monkeypatch
     monkeypatch.setattr(forecasts, "REST_FACTOR", 1e6)
 
     async def test(service: Standing) -> None:
-        for _ in range(4):
-            await service.submit(JOB)
-        await service.until("hello-4", JobState.QUEUED)
+        await submitted(service, 4)
         first = await starts_at(service, "hello-4")
         for job in ("hello-2", "hello-3"):
             await service.http.post(f"/api/v1/jobs/{job}:stop", json={"grace_s": 1})
@@ -160,9 +156,7 @@ def test_a_change_is_played_before_anybody_asks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(forecasts, "SOON_S", 0.0)
 
     async def test(service: Standing) -> None:
-        for _ in range(2):
-            await service.submit(JOB)
-        await service.until("hello-2", JobState.QUEUED)
+        await submitted(service, 2)
         made = service.app.forecasts
         async with asyncio.timeout(60):
             while made._made_of != made._now_of():
@@ -180,9 +174,7 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
     plays = Plays(monkeypatch)
 
     async def test(service: Standing) -> None:
-        for _ in range(2):
-            await service.submit(JOB)
-        await service.until("hello-2", JobState.QUEUED)
+        await submitted(service, 2)
         first = await starts_at(service, "hello-2")
         made = service.app.forecasts
         while made._playing is not None:  # one that was not waited for on a busy machine
@@ -239,9 +231,7 @@ def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeyp
 
 def test_nothing_is_played_before_the_whole_log_is_read(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
-        for _ in range(2):
-            await service.submit(JOB)
-        await service.until("hello-2", JobState.QUEUED)
+        await submitted(service, 2)
         records = service.log.read(after=0, limit=1000)
         scheduler = Scheduler(service.app.loop.scheduler.profile, requests_of)
         made, dues = forecasts.Forecasts(scheduler, SystemClock()), list[bool]()

@@ -210,25 +210,26 @@ def test_a_node_that_was_lost_with_its_engine_is_fit_under_another_and_one_that_
     with_service(tmp_path, test)
 
 
-def test_a_node_that_was_lost_is_fit_again_though_no_job_asks_for_its_master(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "SWEEP_PERIOD_S", 0.05)
 
+
+@pytest.mark.usefixtures("sweeps_often")
+def test_a_node_that_was_lost_is_fit_again_though_no_job_asks_for_its_master(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await service.app.loop.append([reported(LOST_BY)])
         async with asyncio.timeout(60):
             while service.app.loop.installation.nodes[NODE].node.health is not Health.HEALTHY:
                 await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+        marks = [one.event for one in service.log.read() if isinstance(one.event, NodeMarked)]
+        assert [(one.health, one.by) for one in marks] == [(Health.SUSPECT, LOST_BY), (Health.HEALTHY, LOST_BY)]
 
     with_service(tmp_path, test)
 
 
-def test_a_machine_that_is_lost_stays_lost_whatever_marks_it_until_it_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "SWEEP_PERIOD_S", 0.05)
-
+@pytest.mark.usefixtures("sweeps_often")
+def test_a_machine_that_is_lost_stays_lost_whatever_marks_it_until_it_joins(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         nodes, joined = service.app.loop.installation.nodes, service.app.loop.installation.nodes[NODE].joined
         await service.app.loop.append([NodeLost(node=NODE, text="gone"), reported(LOST_BY)])

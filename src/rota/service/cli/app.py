@@ -309,7 +309,7 @@ def _hint(words: Sequence[str]) -> str:
 
 
 def _is_program(word: str) -> bool:
-    return not word.startswith("-") and not Path(word).exists() and shutil.which(word) is not None
+    return not Path(word).exists() and shutil.which(word) is not None
 
 
 def _leave(number: int, _: Any) -> None:

@@ -88,7 +88,7 @@ def dependency_fault(
 ) -> Finding | None:
     """Why a job cannot start after ``job`` (id, state, reason): it is not there, or had to succeed and did not.
 
-    ``names`` of the caller's jobs are asked for where there is no such job.
+    ``names`` gives those of the caller's jobs, for the hint; it is called where ``job`` is None.
     """
     path = ("after", index)
     if job is None:

@@ -79,20 +79,30 @@ def opened(browser: Any) -> Opened:
         page = context.new_page()
         page.set_default_timeout(20_000)
         wrong: list[str] = []
-        page.rota_wrong = wrong
+        page.rota_wrong, page.rota_refusals = wrong, set[int]()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.goto(url)
         yield page
         context.close()
+        for status in page.rota_refusals:
+            refusal_wanted(page, status)
         assert not wrong, wrong
 
     return open_page
 
 
 def refusal_wanted(page: Any, status: int) -> None:
-    """Forget what Chromium told of requests that were refused with this status: the test wanted that."""
+    """Forget what Chromium told of requests that were refused with this status: the test wanted that.
+
+    A page of nobody asks again every few seconds, so call it for 401 once what only the signed-in page has is visible.
+    """
     page.rota_wrong[:] = [one for one in page.rota_wrong if f"status of {status} " not in one]
+
+
+def refused_from_now(page: Any, status: int) -> None:
+    """As `refusal_wanted`, until the page is closed too: for a test that ends on a page of nobody."""
+    page.rota_refusals.add(status)
 
 
 @pytest.fixture

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from standing import LIMIT_S, Standing, with_service
+from test_cli import with_cli
 
+from rota.job.core.desired import timers
 from rota.service.cli.verbs.cluster import _note
 from rota.spec.events import (
     Event,
@@ -15,12 +19,15 @@ from rota.spec.events import (
     FailoverStarted,
     GangAsked,
     GangGranted,
+    GangReleased,
     GangReserved,
     GangWaits,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
+    JobRequeued,
     MoveAsked,
+    TimerFired,
 )
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
@@ -80,7 +87,7 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         await until_said(service, MoveAsked)
         job = await service.get(f"/jobs/{JOB}")
         assert job["reason"] == Reason.MIGRATED_DRAIN
-        assert job["text"].startswith("r0n0 is drained: w/0, w/1 must leave by ")
+        assert job["text"].startswith("r0n0 is drained (new driver): w/0, w/1 must leave by ")
         assert "; room on other nodes is asked for; without it by then the whole job waits in its queue" in job["text"]
         assert (await service.get(f"/jobs/{JOB}/explain"))["why"]["text"] == job["text"]
         service.as_master(JOB, GangAsked(request=GangRequest(gang=MOVE, bundles=bundles)))
@@ -115,6 +122,11 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
         assert after == {"r0n0": ("drained", 0, []), "r0n1": ("healthy", 4, [JOB]), "r0n2": ("healthy", 2, [JOB])}
         assert counts == {"totals": 6, "queue": 6, "heat": 6, "limits": 6}
         assert (await service.get(f"/jobs/{JOB}"))["reason"] is None
+        [came] = (await service.get(f"/jobs/{JOB}/failures"))["drains"]
+        assert (came["outcome"], came["why"]) == ("moved", "new driver")
+        assert came["text"].startswith(
+            "r0n0 was drained (new driver): its instances there moved to other nodes and lost "
+        )
         gone = (await service.get("/nodes"))["items"][0]
         assert gone["drain"] == {"jobs_left": 0, "until": None, "safe": True}
         assert note(gone) == "drained: safe to take down; new driver"
@@ -127,12 +139,17 @@ def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then
     with_service(tmp_path, test, pretend="1x3x4")
 
 
-def test_a_job_says_that_no_other_node_has_room_once_the_scheduler_said_so(tmp_path: Path) -> None:
-    async def test(service: Standing) -> None:
+def test_a_drain_without_room_says_to_admin_and_owner_what_is_lost_and_why_before_and_after(tmp_path: Path) -> None:
+    """The owner reads the reason of the drain in show, why, explain and failures; a cordon withdraws the drain."""
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
         await service.submit(SERVES)
         await service.until(JOB, JobState.ADMITTED)
         await service.play_start(JOB, "w/0", "w/1", "w/2")
-        await service.http.post("/api/v1/nodes/r0n0:drain", json={"notice_s": 600})
+        cost = re.compile(r"serves-1: moves within 10m00s, else waits in its queue; loses \S+ of work \(no commit or ")
+        refused = await ask("nodes", "drain", "r0n0", "--reason", "new driver")
+        assert refused.status == 2 and cost.search(refused.err) and "add --yes" in refused.err
+        assert cost.search((await ask("nodes", "drain", "r0n0", "--reason", "new driver", "--yes")).out)
         await until_said(service, MoveAsked)
         assert "; room on other nodes is asked for; " in (await service.get(f"/jobs/{JOB}"))["text"]
         members = (InstanceId(W, 0), InstanceId(W, 1))
@@ -141,8 +158,29 @@ def test_a_job_says_that_no_other_node_has_room_once_the_scheduler_said_so(tmp_p
         await until_said(service, GangWaits)
         text = (await service.get(f"/jobs/{JOB}"))["text"]
         assert "; no other node has room for them now; without it by then the whole job waits in its queue" in text
+        assert text.endswith(", and loses 10m00s of work (no commit or checkpoint)")
+        for verb in ("show", "why", "explain", "failures"):
+            assert "r0n0 is drained (new driver): w/0, w/1 must leave by " in (await ask(verb, JOB)).out, verb
 
-    with_service(tmp_path, test, pretend="1x2x4")
+        ctx = service.app.loop.installation.jobs[JOB].ctx
+        [due] = [one.timer for one in timers(ctx) if one.timer.startswith("drain/")]
+        await service.seen(service.as_master(JOB, TimerFired(timer=due)))
+        now = await service.get(f"/jobs/{JOB}")
+        stops = "r0n0 is drained (new driver): no other node had room, so it waits in its queue"
+        assert (now["state"], now["text"]) == ("PREEMPTING", stops)
+        left = [InstanceStopped(role=W, rank=rank, epoch=Epoch(1)) for rank in range(3)]
+        gone = JobRequeued(attempt=1, reason=Reason.MIGRATED_DRAIN, counts=False)
+        await service.seen(service.as_master(JOB, *left, GangReleased(gang=GangId("all"), epoch=Epoch(1)), gone))
+        went = re.compile(
+            r"r0n0 was drained \(new driver\): no other node had room, so the job went back into its queue and lost "
+            r"\S+ of work \(no commit or checkpoint\)"
+        )
+        for words in (["show", JOB], ["show", JOB, "--attempt", "1"], ["explain", JOB], ["failures", JOB]):
+            assert went.search((await ask(*words)).out), words
+        withdrawn = (await ask("nodes", "cordon", "r0n0")).out
+        assert withdrawn.startswith("r0n0 is cordoned; it was drained: that is withdrawn, and jobs that have not left")
+
+    with_cli(tmp_path, test)
 
 
 def test_a_drained_node_without_jobs_is_drained_at_once_and_an_old_server_has_no_word_of_it() -> None:

@@ -138,8 +138,8 @@ class Scheduler:
         """Those of them that the engine lost."""
         self._back: dict[JobId, tuple[NodeId, ...]] = {}
         """Those of these that are back, until the job knows."""
-        self._drains: dict[NodeId, float] = {}
-        """Nodes that jobs must leave, and until when."""
+        self._drains: dict[NodeId, tuple[float, str]] = {}
+        """Nodes that jobs must leave: until when, and why."""
         self._unsuccessful: dict[JobId, str] = {}
         """Jobs that ended without success, and how, for those that are submitted after them."""
         self._dependents: dict[JobId, dict[JobId, None]] = {}
@@ -539,7 +539,7 @@ class Scheduler:
         if not event.devices:
             self._drains.pop(event.node, None)
             if event.health is Health.DRAINED and event.notice_s is not None:
-                self._drains[event.node] = at + event.notice_s
+                self._drains[event.node] = (at + event.notice_s, event.text)
         self._happened(events.NodeChanged(node=event.node, health=event.health, devices=tuple(there)), at)
         if event.health is Health.HEALTHY and not event.devices:
             self._is_back(event.node, at)
@@ -591,15 +591,14 @@ class Scheduler:
             suspects |= self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
         events = self._ends_of_never_satisfied()
         events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
-        wake: list[float] = []
         decisions, refused = guarded(self.state, self.profile, now)
+        wake = [one.at for one in decisions if isinstance(one, WakeAt)]
         decided = {one.job for one in decisions if not isinstance(one, WakeAt)}
         again = ((row, self.state.jobs[row].wait) for row in self._back if row not in decided and self._back_of(row))
         decisions = [*decisions, *(WaitOn(job=row, wait=wait) for row, wait in again if wait is not None)]
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
         for decision in decisions:
             if isinstance(decision, WakeAt):
-                wake.append(decision.at)
                 continue
             job, gang = self._key_of(decision.job)
             if job in self._never_satisfied:
@@ -624,7 +623,8 @@ class Scheduler:
                     raise AssertionError(
                         f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
                     )
-        events += moves_of(self.state, self._drains, self._asked_to_leave)
+        moves = moves_of(self.state, {node: due for node, (due, _) in self._drains.items()}, self._asked_to_leave)
+        events += ((job, replace(one, text=self._drains.get(one.node, (0.0, ""))[1])) for job, one in moves)
         return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),

@@ -149,10 +149,14 @@ class ScaleAsked(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveAsked(JobEvent):
-    """The scheduler wants what the job has on a node to be elsewhere at ``due_at`` (wall time); None: no more."""
+    """The scheduler wants what the job has on a node to be elsewhere at ``due_at`` (wall time); None: no more.
+
+    ``text`` is why, in the words of who drained the node.
+    """
 
     node: NodeId
     due_at: float | None
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,20 @@ def counted(count: float | str, noun: str, many: str = "") -> str:
     return f"{text} {noun if text == '1' else many or f'{noun}s'}"
 
 
+def format_duration(seconds: float) -> str:
+    """A duration with one or two units: ``0.3s``, ``12s``, ``5m10s``, ``3h05m``, ``2d04h``."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f}s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
 def format_size(size_bytes: int) -> str:
     """The largest binary unit that keeps at most three digits before the point: ``1.5GiB``."""
     value = float(size_bytes)

@@ -38,6 +38,7 @@ export interface AttemptRow {
   ended_at: string | null;
   reason: string | null;
   for_job: string;
+  text: string;
   nodes: string[];
   why: Record<string, unknown>;
 }
@@ -129,7 +130,7 @@ export interface DeviceRow {
   job: string | null;
 }
 
-/** What marking a node does, or would do. */
+/** What marking a node does, or would do; `note` is what it takes back. */
 export interface DrainPlan {
   api: "rota/v1";
   kind: "DrainPlan";
@@ -138,6 +139,7 @@ export interface DrainPlan {
   dry_run: boolean;
   jobs: DrainRow[];
   state: string;
+  note: string;
 }
 
 /** What becomes of a job on the node. */
@@ -151,6 +153,19 @@ export interface DrainState {
   jobs_left: number;
   until: string | null;
   safe: boolean;
+}
+
+/** A node that the job was asked to leave: why, by when (`due_at`), and what came of it; `lost` is its work. */
+export interface DrainedRow {
+  at: string | null;
+  attempt: number;
+  node: string;
+  due_at: string | null;
+  why: string;
+  outcome: "waits" | "moved" | "queued" | "withdrawn" | "ended";
+  ended_at: string | null;
+  lost: string;
+  text: string;
 }
 
 /** When the job would start. */
@@ -244,7 +259,7 @@ export interface Explanation {
   see: string;
 }
 
-/** The failure timeline; `open_losses` no recovery has begun for. */
+/** The failure timeline; `open_losses` no recovery has begun for, `drains` cost work and are no failures. */
 export interface FailureList {
   api: "rota/v1";
   kind: "FailureList";
@@ -255,6 +270,7 @@ export interface FailureList {
   end: JobEnd | null;
   open_losses: LossRow[];
   masters: ReplacedMaster[];
+  drains: DrainedRow[];
   next: null;
 }
 

@@ -175,7 +175,7 @@ class DrainRow(Closed):
 
 
 class DrainPlan(Headed):
-    """What marking a node does, or would do."""
+    """What marking a node does, or would do; ``note`` is what it takes back."""
 
     kind: Literal["DrainPlan"]
     node: str
@@ -183,6 +183,7 @@ class DrainPlan(Headed):
     dry_run: bool
     jobs: list[DrainRow]
     state: str
+    note: str
 
 
 class OwnedCells(Closed):

@@ -194,6 +194,7 @@ class AttemptRow(Closed):
     ended_at: Moment | None
     reason: str | None
     for_job: str
+    text: str
     nodes: list[str]
     why: Fields
 

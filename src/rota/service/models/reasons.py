@@ -199,8 +199,22 @@ class ReplacedMaster(Closed):
     at: Moment | None
 
 
+class DrainedRow(Closed):
+    """A node that the job was asked to leave: why, by when (``due_at``), and what came of it; ``lost`` is its work."""
+
+    at: Moment | None
+    attempt: int
+    node: str
+    due_at: Moment | None
+    why: str
+    outcome: Literal["waits", "moved", "queued", "withdrawn", "ended"]
+    ended_at: Moment | None
+    lost: str
+    text: str
+
+
 class FailureList(Headed):
-    """The failure timeline; ``open_losses`` no recovery has begun for."""
+    """The failure timeline; ``open_losses`` no recovery has begun for, ``drains`` cost work and are no failures."""
 
     kind: Literal["FailureList"]
     job: str
@@ -210,6 +224,7 @@ class FailureList(Headed):
     end: JobEnd | None
     open_losses: list[LossRow]
     masters: list[ReplacedMaster]
+    drains: list[DrainedRow]
     next: None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
@@ -18,10 +18,11 @@ from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
+from rota.spec.resources import format_duration
 from rota.spec.states import AskState, InstanceState, JobState, Level
 
 Key = tuple[str, int]
-STATE_CHANGES_MAX = 200
+STATE_CHANGES_MAX, DRAINS_MAX = 200, 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,10 +69,49 @@ class Attempt:
     reason: Reason | None = None
     for_job: str = ""
     """Whom it made room for, when it was preempted for another job."""
+    text: str = ""
+    """What its reason does not say: the drain that ended it, and what was lost."""
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         return self.placement.nodes
+
+
+Outcome = Literal["waits", "moved", "queued", "withdrawn", "ended"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Drain:
+    """A node that the job was asked to leave by ``due_at``, in the words of who drained it, and what came of it."""
+
+    at: float
+    attempt: int
+    node: NodeId
+    due_at: float
+    why: str
+    outcome: Outcome = "waits"
+    ended_at: float | None = None
+    lost: str = ""
+    """The work that went with it, in words; empty where nothing was lost."""
+
+    @property
+    def cause(self) -> str:
+        """The node and why it is drained."""
+        return f"{self.node} is drained" + (f" ({self.why})" if self.why else "")
+
+    @property
+    def text(self) -> str:
+        """What came of it, as a sentence without its full stop."""
+        came = {
+            "waits": "the job must leave it",
+            "moved": "its instances there moved to other nodes",
+            "queued": "no other node had room, so the job went back into its queue",
+            "withdrawn": "the job stayed",
+            "ended": "the job ended its attempt before it had to leave",
+        }[self.outcome]
+        lost = f" and lost {self.lost}" if self.lost else ""
+        is_drained = self.cause if self.outcome == "waits" else self.cause.replace(" is ", " was ", 1)
+        return f"{is_drained}: {came}{lost}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +163,8 @@ class JobHistory:
     attempts: list[Attempt] = field(default_factory=list)
     instances: dict[Key, InstanceHistory] = field(default_factory=dict)
     failures: list[Recovery] = field(default_factory=list)
+    drains: deque[Drain] = field(default_factory=lambda: deque(maxlen=DRAINS_MAX))
+    """The newest nodes that it was asked to leave."""
     unclaimed: list[tuple[float, e.InstanceLost]] = field(default_factory=list)
     master: e.MasterStarted | None = None
     master_at: float = 0.0
@@ -250,6 +292,7 @@ class JobHistory:
             self.state_changes.append((record.at, self.ctx.state))
         self._note(record.at, before, record.event)
         self._follow_instances(record.at, before, record.event)
+        self._follow_drains(record.at, before, record.event)
         self._follow_attempts(record.at, before, record.event)
         self._follow_recovery(record.at, before, record.event)
         self._follow_healing(record, before)
@@ -296,6 +339,36 @@ class JobHistory:
         for key in self.instances.keys() - {(one.role, one.rank) for one in self.ctx.instances}:
             del self.instances[key]
 
+    def _follow_drains(self, at: float, before: JobContext, event: e.Event) -> None:
+        match event:
+            case e.MoveAsked(node=node, due_at=float(due_at)):
+                self._end_drains(at, "withdrawn", node)  # the same node, by another time or for another reason
+                self.drains.append(Drain(at=at, attempt=self.ctx.attempt, node=node, due_at=due_at, why=event.text))
+            case e.MoveAsked(node=node):
+                self._end_drains(at, "withdrawn", node)
+            case e.FailoverStarted(reason=Reason.MIGRATED_DRAIN) if self.ctx.open_failover != before.open_failover:
+                node = before.bundle(InstanceId(event.role, event.rank))[1].node
+                self._end_drains(at, "moved", node, self.at_stake(before, at) if event.restore < 1 else "")
+            case e.JobRequeued(reason=Reason.MIGRATED_DRAIN):
+                self._end_drains(at, "queued", lost=self.at_stake(before, at))
+            case e.JobRequeued() | e.JobEnded():
+                self._end_drains(at, "ended")
+            case _:
+                pass
+
+    def _end_drains(self, at: float, outcome: Outcome, node: NodeId | None = None, lost: str = "") -> None:
+        for one in self.drains:
+            if one.outcome == "waits" and node in (None, one.node):
+                one.outcome, one.ended_at, one.lost = outcome, at, lost
+
+    def at_stake(self, ctx: JobContext, at: float) -> str:
+        """The work that is in no commit, in words; empty before it runs, and for ``fail: {state: none}``."""
+        if ctx.runs_since_s is None or all("none" in role.fail.state for role in self.spec.roles):
+            return ""
+        since = max(ctx.runs_since_s, self.commit_at) if ctx.committed else ctx.runs_since_s
+        saved = f"since commit {ctx.committed}" if ctx.committed else "(no commit or checkpoint)"
+        return f"{format_duration(at - since)} of work {saved}"
+
     def _follow_attempts(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
             case e.JobAdmitted(attempt=attempt) if attempt == len(self.attempts) + 1:
@@ -311,6 +384,8 @@ class JobHistory:
                 self.waits = None
             case e.JobRequeued(reason=reason):
                 self._close_attempt(at, reason)
+                if self.attempts and reason is Reason.MIGRATED_DRAIN and self.drains:
+                    self.attempts[-1].text = self.drains[-1].text
                 self._restarted(at, before, event)
                 if self.attempts and self.preempt is not None and self.preempt.reason is reason:
                     self.attempts[-1].for_job = self.preempt.for_job

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import Wait
-from rota.job.core.context import AskState, JobContext
+from rota.job.core.context import AskState
 from rota.job.core.resize import departing, leaves, wanted_size
 from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
@@ -96,6 +96,8 @@ def phase(job: JobHistory) -> str:
             return f"at commit {job.commit.n}"
         case JobState.QUEUED if job.attempts and job.attempts[-1].for_job:
             return f"preempted for {job.attempts[-1].for_job}"
+        case JobState.QUEUED if job.attempts:
+            return job.attempts[-1].text
         case _:
             return ""
 
@@ -130,6 +132,8 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
         return Reason.PAUSED, INFO[Reason.PAUSED].text
     if job.preempt is not None:
         return job.preempt.reason, moved_text(job.preempt.reason, job.preempt.for_job)
+    if job.state is JobState.PREEMPTING and job.ctx.drains and job.drains:
+        return Reason.MIGRATED_DRAIN, f"{job.drains[-1].cause}: no other node had room, so it waits in its queue"
     if job.state in (JobState.QUEUED, JobState.ADMITTED) and job.waits is not None:
         now = wait_of(job.id) if job.state is JobState.QUEUED else None
         wait = now or job.waits
@@ -139,29 +143,32 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
     if job.state is JobState.RECOVERING and job.failures:
         cause = job.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text
-    if job.state is JobState.RUNNING and (text := _leaving(job.ctx)):
+    if job.state is JobState.RUNNING and (text := leaving(job)):
         return Reason.MIGRATED_DRAIN, text
     return None, ""
 
 
-def _leaving(ctx: JobContext) -> str:
-    """Which drained node the job must leave, by when, and how; empty when there is none."""
+def leaving(job: JobHistory) -> str:
+    """Which drained node the job must leave, why, by when, how, and at what cost; empty when there is none."""
+    ctx = job.ctx
     if not ctx.drains or not (there := departing(ctx)):
         return ""
     node = ctx.bundle(there[0].id)[1].node
     until = datetime.fromtimestamp(ctx.drains[node], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     names = ", ".join(str(one.id) for one in there[:3]) + (" ..." if len(there) > 3 else "")
+    cost = "" if ctx.committed else f", and loses {job.at_stake(ctx, ctx.drains[node])}"
     ask = next((one for one in ctx.asks if one.state in (AskState.ASKED, AskState.HELD) and leaves(ctx, one)), None)
-    how = "to other nodes, at the next commit or checkpoint or then"
+    how = f"to other nodes, at the next commit or checkpoint or then{cost}"
     if ask is None or ask.state is not AskState.HELD:
         room = "no other node has room for them now" if ask and ask.answered else "room on other nodes is asked for"
-        how = f"{room}; without it by then the whole job waits in its queue"
-    return f"{node} is drained: {names} must leave by {until}; {how}"
+        how = f"{room}; without it by then the whole job waits in its queue{cost}"
+    cause = next((one.cause for one in job.drains if one.node == node and one.outcome == "waits"), f"{node} is drained")
+    return f"{cause}: {names} must leave by {until}; {how}"
 
 
-def moved_text(reason: Reason, for_job: str) -> str:
-    """Why an attempt ended, and for whom if it had to make room."""
-    return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
+def moved_text(reason: Reason, for_job: str, text: str = "") -> str:
+    """Why an attempt ended, and for whom if it had to make room, or which drain ended it."""
+    return INFO[reason].text + (f" It made room for {for_job}." if for_job else "") + (f" {text}." if text else "")
 
 
 def job_summary(job: JobHistory, now: float, wait_of: WaitOf, suspected: str = "") -> JobRow:

@@ -16,6 +16,7 @@ from rota.service.models.reasons import (
     Ahead,
     Blocker,
     Decision,
+    DrainedRow,
     EstimateDocument,
     Explanation,
     FailureList,
@@ -32,7 +33,7 @@ from rota.service.models.reasons import (
 )
 from rota.service.views.installation import Installation
 from rota.service.views.job_history import JobHistory, Recovery, culprit_of, culprit_of_recovery
-from rota.service.views.jobs import job_error, moved_text, phase, reason_of
+from rota.service.views.jobs import job_error, leaving, moved_text, phase, reason_of
 from rota.spec import codec
 from rota.spec.events import InstanceLost, PartReplaced
 from rota.spec.ids import NodeId
@@ -219,7 +220,7 @@ def _decisions(job: JobHistory) -> list[Decision]:
     for one in job.attempts:
         rows.append((one.admitted_at, _decision(one.admitted_at, "admitted", attempt=one.attempt, why=one.why)))
         if (ended_at := one.ended_at) is not None and one.reason is not None:
-            text = moved_text(one.reason, one.for_job)
+            text = moved_text(one.reason, one.for_job, one.text)
             row = _decision(ended_at, "attempt ended", reason=one.reason, text=text, attempt=one.attempt)
             rows.append((ended_at, row))
     if (waits := job.waits) is not None:
@@ -252,6 +253,11 @@ def failure_list(job: JobHistory, *, attempt: int | None = None, replaced: Itera
         items=items,
         end=None if end is None else document(JobEnd, end, at=job.ended_at),
         open_losses=[_loss(at, loss) for at, loss in job.unclaimed],
+        drains=[
+            document(DrainedRow, one, text=leaving(job) or one.text if one.outcome == "waits" else one.text)
+            for one in job.drains
+            if attempt in (None, one.attempt)
+        ],
         masters=[document(ReplacedMaster, one, at=one.found_at) for one in replaced if one.part == master_part(job.id)],
     )
 

@@ -73,6 +73,8 @@ def nodes(
             jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
             if jobs:
                 moved = f"{counted(len(jobs), 'job')} ({shortened(one['job'] for one in jobs)})"
+                for row in jobs:
+                    terminal.note(f"  {row['job']}: {row['effect']}")
                 confirm(f"Draining {node} moves {moved}", yes=yes)
         plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
     terminal.show(plan, lambda term: _drain_table(term, plan))
@@ -215,7 +217,7 @@ PROCESSES = Table(
 
 def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
     would = f"is {plan['state']} and would be {plan['action']}ed" if plan["dry_run"] else f"is {plan['state']}"
-    term.line(f"{plan['node']} {would}")
+    term.line(f"{plan['node']} {would}" + (f"; {plan['note']}" if plan.get("note") else ""))
     for row in plan["jobs"]:
         term.line(f"  {row['job']}: {row['effect']}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from rota.service.cli.shell import now
 from rota.spec.errors import BadInput, did_you_mean
-from rota.spec.resources import counted, format_size, parse_duration
+from rota.spec.resources import counted, format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
     from rota.service.models.base import Resources
@@ -37,19 +37,8 @@ def age(text: str | None) -> str:
 
 
 def lasting(seconds: float | None) -> str:
-    """A duration with one or two units: ``0.3s``, ``12s``, ``5m10s``, ``3h05m``, ``2d04h``."""
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f}s"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    """A duration as ``format_duration`` writes it; nothing for None."""
+    return "" if seconds is None else format_duration(seconds)
 
 
 def amount(value: float | None) -> str:

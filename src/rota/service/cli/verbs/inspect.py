@@ -161,6 +161,8 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line(f"{doc['job']}: {doc['state']}, no instance failed")
     for one in doc.get("masters", ()):
         term.line(f"{clock_time(one['at'])}  {one['text']}: it was replaced, the job ran on")
+    for one in doc.get("drains", ()):
+        term.line(f"{clock_time(one['at'])}  {one['text']}")
     if first:
         term.line(f"\nfirst: {first['instance']} {first['reason']}: {first['text']}")
         if first.get("traceback"):

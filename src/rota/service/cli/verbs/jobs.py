@@ -190,6 +190,7 @@ def _attempt_page(term: Terminal, row: Mapping[str, Any]) -> None:
     times = [(name, clock_time(row[f"{name}_at"])) for name in ("admitted", "started", "ended")]
     why = labels({name: value for name, value in row["why"].items() if not isinstance(value, dict | list)})
     made_room = f"{row['reason']} for {row['for_job']}" if row["for_job"] else row["reason"]
+    made_room = f"{row['reason']}: {row['text']}" if row.get("text") else made_room
     term.pairs([("job", row["job"]), ("attempt", row["attempt"]), *times, ("ended by", made_room)])
     term.pairs([("nodes", shortened(row["nodes"], 8)), ("placed there", why)])
     for one in row["failures"]:

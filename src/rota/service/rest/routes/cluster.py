@@ -7,6 +7,7 @@ import inspect
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Literal
@@ -64,10 +65,10 @@ from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
 from rota.spec.events import AlertAcknowledged, NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
-from rota.spec.ids import NodeId
+from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import INFO, Reason
-from rota.spec.resources import Health
+from rota.spec.resources import Health, format_duration
 from rota.spec.states import JobState
 
 NODES_MAX = 10_000
@@ -296,7 +297,11 @@ async def mark_node(
     if action in ("undrain", "uncordon"):
         effect = "stays; new work may come here again"
     if action == "drain":
-        effect, notice_s = f"moves within {given.notice_s:g} s, else waits in its queue", given.notice_s
+        effect, notice_s = f"moves within {format_duration(given.notice_s)}, else waits in its queue", given.notice_s
+    note_text = ""
+    if action == "cordon" and before["state"] in ("draining", "drained"):
+        note_text = f"it was {before['state']}: that is withdrawn, and jobs that have not left it stay"
+    at_stake = _at_stake(app, before["jobs"]) if action == "drain" else {}
     if not given.dry_run:
         event = NodeMarked(
             node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason, notice_s=notice_s
@@ -307,9 +312,17 @@ async def mark_node(
         node=node,
         action=action,
         dry_run=given.dry_run,
-        jobs=[{"job": job, "effect": effect} for job in before["jobs"]],
+        jobs=[{"job": job, "effect": effect + at_stake.get(job, "")} for job in before["jobs"]],
         state=_one_node(app, node)["state"],
+        note=note_text,
     )
+
+
+def _at_stake(app: AppState, jobs: Iterable[str]) -> dict[str, str]:
+    """What each job loses unless it commits before it moves, in words."""
+    found = [app.loop.installation.jobs[JobId(one)] for one in jobs]
+    texts = {one.id: one.at_stake(one.ctx, app.clock.wall_s()) for one in found}
+    return {job: f"; loses {text} unless it commits before" for job, text in texts.items() if text}
 
 
 def _one_node(app: AppState, node: str) -> NodeRow:

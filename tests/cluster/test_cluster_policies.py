@@ -21,8 +21,8 @@ from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn, WakeAt
 from rota.cluster.core.queue_order import place_in_order
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies import PROFILES, get_profile
-from rota.cluster.policies.basic import ROUND_S, Fit, las
+from rota.cluster.policies import PROFILES, basic, get_profile
+from rota.cluster.policies.basic import ROUND_S, Fit, LeastService, ShortestFirst, las
 from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.hived import book_of
 from rota.spec.errors import UnknownName
@@ -620,3 +620,39 @@ def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> No
             for restart_s, least_s in ((60.0, 0.0), (60.0, 20.0), (5.0, 0.0))
         ]
     assert [one and [victim.lost_gpu_s for victim in one] for one in found] == [[280.0], None, [60.0]]
+
+
+@pytest.mark.parametrize("order", [ShortestFirst(), ShortestFirst(by_service=True), LeastService(600.0)])
+def test_running_jobs_ranked_in_bulk_have_the_rank_of_each_and_the_last_is_the_first_victim(
+    order: ShortestFirst | LeastService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[JobId]] = []
+    monkeypatch.setattr(basic, "enough_of", lambda *given: asked.append(list(given[-1])))
+    monkeypatch.setattr(basic, "missing_milli", lambda *_: 0)
+    rng, now, found = random.Random(5), 1000.0, 0
+    for _ in range(30):
+        s, rule = state(*(node(f"n{i}", 8) for i in range(4))), basic.Outranked(order)
+        with s.txn() as txn:
+            for i in rng.sample(range(100), 12):
+                one = ask(f"j{i:02}", priority=rng.choice((-1, 50)), est_s=rng.choice((None, 50.0, 700.1, 700.1, 1e5)))
+                one = replace(one, preemptible=rng.random() < 0.8, shape=shape(slot(rng.choice((0.5, 1, 2)))))
+                s.put(txn, LiveJob(ask=one, served_s=rng.choice((0.0, 0.0, 33.3, 600.0))))
+                held = Fit().place(s, txn, s.jobs[one.id])
+                s.hold(txn, one.id, held or (), now=rng.choice((0.0, 990.5, 990.5)))
+            part = ask("j00~part", spare=True, part_of=JobId("j00"))
+            s.put(txn, LiveJob(ask=part, phase="running", started_at=1.0))
+            mine = LiveJob(ask=ask("asks", priority=rng.choice((-1, 50)), est_s=rng.choice((60.0, 701.0))))
+            place = {row.ask.id: (row.ask.opportunistic, *order.rank(s, row, now)) for row in (*s.jobs.values(), mine)}
+            rows = [row for row in s.jobs.values() if row.ask.may_stop and place[row.ask.id] > place[mine.ask.id]]
+            rows = [
+                s.jobs[one[-1]]
+                for one in sorted(((r.ask.spare, place[r.ask.id], r.started_at, r.ask.id) for r in rows), reverse=True)
+            ]
+            rule.victims(s, txn, mine, Fit(), now)
+            for row in rows[:1]:
+                s.put(txn, replace(row, phase="stopping"))
+            rule.victims(s, txn, mine, Fit(), now)
+        assert asked == ([[row.ask.id for row in rows], [row.ask.id for row in rows[1:]]] if rows else [])
+        found += len(rows)
+        asked.clear()
+    assert found > 50

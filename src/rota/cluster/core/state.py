@@ -486,8 +486,7 @@ class State:
         self._give_back(txn, row)
         self._index(txn, job, row, None)
         txn.drop(self.jobs, job)
-        self.memory.places.pop(job, None)
-        self.memory.held_back.pop(job, None)
+        self.memory.forget(job)
 
     def take(self, txn: Txn, held: Allocation, sign: int) -> None:
         """Take (sign 1) or give back (sign -1) one slot; never more than there is."""

@@ -35,6 +35,8 @@ class VerdictCache:
         """Job to those that its policy would stop for it, and that are not, as that would close a circle."""
         self.places: dict[JobId, tuple[LiveJob, object, tuple[object, ...]]] = {}
         """Of jobs that have a rank of their own: the row, the order, and the place in that order."""
+        self.columns: dict[JobId, tuple[LiveJob, tuple[float, ...]]] = {}
+        """Of running jobs that a policy ranks in bulk: the row, and what of it the ranks follow from."""
 
     def tries_max(self, first: int) -> int:
         """Requests that the next pass may try: twice as many after each one in a row that could not try them all."""
@@ -58,6 +60,11 @@ class VerdictCache:
             self._vain.clear()
         else:
             self._vain.pop(job, None)
+
+    def forget(self, job: JobId) -> None:
+        """A job is gone."""
+        for known in (self.places, self.columns, self.held_back):
+            known.pop(job, None)
 
     def learn_held_back(self, job: JobId, others: Sequence[JobId]) -> None:
         """These are not stopped for a job, as that would close a circle; none: nothing holds it back."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-from operator import itemgetter
-from typing import cast
+from itertools import count
+from typing import Protocol, cast
 from zlib import crc32
 
 import numpy as np
@@ -197,6 +197,54 @@ ROUND_S = 300.0
 """How often running jobs are ranked anew while others wait."""
 
 
+Column = NDArray[np.float64] | NDArray[np.bool_]
+"""One number of each row."""
+
+
+class RunningRows:
+    """Running jobs that may be stopped, as columns: a pass ranks thousands of them, few of which are new to it.
+
+    ``total_s`` is NaN where it is not known; ``freed_milli`` has thousandths of devices of the job and its parts.
+    """
+
+    def __init__(self, state: State, jobs: Sequence[JobId], now: float) -> None:
+        known = state.memory.columns
+        for job in jobs:
+            row, one = state.jobs[job], known.get(job)
+            if one is None or one[0] is not row:
+                known[job] = (row, _columns_of(row))
+        found = np.array([known[job][1] for job in jobs], dtype=np.float64).reshape(-1, 8)
+        able = found[:, 0] > 0
+        self.jobs = [job for job, may_stop in zip(jobs, able.tolist()) if may_stop]
+        columns = found[able].T
+        _, self.spare, self.opportunistic, self.total_s, served_s, self.started_at, holds, self.gpu_milli = columns
+        self.served_s = served_s + np.where(holds > 0, now - self.started_at, 0.0)
+        self.freed_milli = self.gpu_milli
+        if not state.parts.keys().isdisjoint(self.jobs):
+            self.freed_milli = np.array([_milli_of(state, job) for job in self.jobs], dtype=np.float64)
+
+
+def _columns_of(row: LiveJob) -> tuple[float, ...]:
+    ask, total_s = row.ask, row.total_s
+    times = (math.nan if total_s is None else total_s, row.served_s, row.started_at, bool(row.held))
+    return (ask.may_stop, ask.spare, ask.opportunistic, *times, ask.shape.gpu_milli)
+
+
+def _milli_of(state: State, job: JobId) -> int:
+    if job not in state.parts:
+        return state.jobs[job].ask.shape.gpu_milli
+    rows = (state.jobs[one] for one in state.whole(job))
+    return sum(len(held.devices) * (held.milli or 1000) for row in rows for held in row.held)
+
+
+class OrderByTime(QueueOrder, Protocol):
+    """An order by numbers that change while jobs run."""
+
+    def ranks(self, rows: RunningRows) -> tuple[Column, ...]:
+        """The ranks of running jobs, a column for each element of ``rank``, and equal to those."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LeastService:
     """Jobs below the threshold of device-seconds first, then the others; first come first served inside a level.
@@ -209,68 +257,66 @@ class LeastService:
 
     def rank(self, state: State, row: LiveJob, now: float) -> Rank:
         """0 below ``threshold_gpu_s`` device-seconds of service, 1 from there on."""
-        served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
-        return (served >= self.threshold_gpu_s,)
+        return (row.served_by(now) * row.ask.shape.gpu_milli / 1000 >= self.threshold_gpu_s,)
 
-
-_Entry = tuple[bool, Rank, float, JobId]
-"""Whether its job can do without it, its place, since when it runs, and who."""
-_Ranked = tuple[list[list[_Entry]], list[list[int]], frozenset[JobId]]
-"""Entries in order, those of spare ones by themselves; what the first ones of each hold; who they are."""
-
-
-def _milli_of(state: State, job: JobId) -> int:
-    if job not in state.parts:
-        return state.jobs[job].ask.shape.gpu_milli
-    rows = (state.jobs[one] for one in state.whole(job))
-    return sum(len(held.devices) * (held.milli or 1000) for row in rows for held in row.held)
+    def ranks(self, rows: RunningRows) -> tuple[Column, ...]:
+        """The same of all rows."""
+        return (rows.served_s * rows.gpu_milli / 1000 >= self.threshold_gpu_s,)
 
 
 @dataclass(frozen=True, slots=True)
 class Outranked:
     """Running jobs that the order puts behind the one that asks, the last first; equals are left alone."""
 
-    order: QueueOrder
-
-    def _place(self, state: State, row: LiveJob, now: float) -> Rank:
-        """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""
-        return (row.ask.opportunistic, *self.order.rank(state, row, now))
+    order: OrderByTime
 
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        """The fewest of those behind the job, from the last, with which it fits; empty if all of them are too few."""
-        order, freed = self._behind(state, txn, self._place(state, row, now), now)
-        chosen = enough_of(state, txn, row, placer, order) if freed >= missing_milli(state, row.ask.shape) else None
-        return tuple(
-            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state, job, now))
-            for job in chosen or ()
-        )
+        """The fewest of those behind the job, from the last, with which it fits; empty if all of them are too few.
 
-    def _behind(self, state: State, txn: Txn, mine: Rank, now: float) -> tuple[list[JobId], int]:
-        """Who runs and comes after this place, the last first, and the most that they hold in thousandths of devices.
-
-        What ran before now is put in order once for a pass; who has let go since then is left out.
+        What ran before now is ranked once for a pass; who has let go since then is left out.
         """
         known = cast("_Ranked | None", txn.notes.get((self, now)))
         if known is None:
-            running = (state.jobs[job] for jobs in state.running.values() for job in jobs)
-            ranked = sorted(self._entry(state, row, now) for row in running if row.ask.may_stop)
-            parts = [[one for one in ranked if one[0] is spare] for spare in (True, False)]
-            sums = [list(accumulate((_milli_of(state, one[-1]) for one in part), initial=0)) for part in parts]
-            known = txn.notes[self, now] = (parts, sums, frozenset(one[-1] for one in ranked))
-        parts, sums, listed = known
-        late = [state.jobs[job] for job in state.started if job not in listed]
-        fresh = [self._entry(state, row, now) for row in late if row.phase == "running" and row.ask.may_stop]
-        freed, found = sum(_milli_of(state, one[-1]) for one in fresh), list[JobId]()
-        for part, total, part_is_spare in zip(parts, sums, (True, False)):
-            first = bisect_right(part, mine, key=itemgetter(1))
-            freed += total[-1] - total[first]
-            behind = [one for one in part[first:] if state.jobs[one[-1]].phase == "running"]
-            behind += [one for one in fresh if one[0] is part_is_spare and one[1] > mine]
-            found += [job for *_, job in sorted(behind, reverse=True)]
-        return found, freed
+            running = [job for jobs in state.running.values() for job in jobs]
+            known = txn.notes[self, now] = self._ranked(state, running, now), frozenset(running)
+        (rows, places), listed = known
+        late = [job for job in state.started if job not in listed and state.jobs[job].phase == "running"]
+        fresh, fresh_places = self._ranked(state, late, now)
+        # Opportunistic work comes last here as it does in the queue: else it would stop who then stops it.
+        mine = (row.ask.opportunistic, *self.order.rank(state, row, now))
+        behind = _after(places, mine)
+        if rows.freed_milli[behind].sum() + fresh.freed_milli.sum() < missing_milli(state, row.ask.shape):
+            return ()
+        jobs, able = [*rows.jobs, *fresh.jobs], np.concatenate((behind, _after(fresh_places, mine)))
+        if not able.any():
+            return ()
+        columns = [np.concatenate(both) for both in zip(places, fresh_places)]
+        started_at, spare = (np.concatenate(both) for both in zip(*((r.started_at, r.spare) for r in (rows, fresh))))
+        last_first = np.lexsort((np.array(jobs), started_at, *reversed(columns), spare))[::-1]
+        found: list[JobId] = [jobs[i] for i in last_first[able[last_first]].tolist()]
+        order = [job for job in found if state.jobs[job].phase == "running"]
+        return tuple(
+            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state, job, now))
+            for job in enough_of(state, txn, row, placer, order) or ()
+        )
 
-    def _entry(self, state: State, row: LiveJob, now: float) -> _Entry:
-        return (row.ask.spare, self._place(state, row, now), row.started_at, row.ask.id)
+    def _ranked(self, state: State, jobs: Sequence[JobId], now: float) -> tuple[RunningRows, tuple[Column, ...]]:
+        rows = RunningRows(state, jobs, now)
+        return rows, (rows.opportunistic, *self.order.ranks(rows))
+
+
+_Ranked = tuple[tuple[RunningRows, tuple[Column, ...]], frozenset[JobId]]
+"""Rows with the columns of their places, and who was looked at."""
+
+
+def _after(places: Sequence[Column], mine: Rank) -> NDArray[np.bool_]:
+    """Which rows come after a place, compared element by element."""
+    after = np.zeros(len(places[0]), dtype=np.bool_)
+    equal = ~after
+    for column, value in zip(places, mine):
+        after |= equal & (column > value)
+        equal &= column == value
+    return after
 
 
 def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
@@ -303,6 +349,12 @@ class ShortestFirst:
             return (1, 0.0)
         left_s = max(0.0, total_s - row.served_by(now))
         return (0, left_s * max(row.ask.shape.gpu_milli, 1) if self.by_service else left_s)
+
+    def ranks(self, rows: RunningRows) -> tuple[Column, ...]:
+        """The same of all rows."""
+        left_s = np.maximum(0.0, rows.total_s - rows.served_s)
+        left = left_s * np.maximum(rows.gpu_milli, 1) if self.by_service else left_s
+        return (np.isnan(rows.total_s), np.where(np.isnan(rows.total_s), 0.0, left))
 
 
 def srtf() -> Profile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rota.train.apply import IGNORED, Parallel, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints
 from rota.train.models.gpt import Gpt
 from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, ParallelPlan, Stage
+from tests.real.train.ranks import LONG_S, run_ranks
 
 WORLD = 4
 STEPS = 20
@@ -177,10 +175,7 @@ def losses_over_change(before: ParallelPlan, after: ParallelPlan, shape: ModelSh
     return losses
 
 
-def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo")
+def _rank(rank: int, _size: int, folder: str, names: tuple[str, ...]) -> None:
     for name in names:
         before, change, after = name.partition(" -> ")
         if change:
@@ -191,14 +186,13 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
         gc.collect()  # models under a plan hold cycles
         if rank == 0:
             Path(folder, f"{name}.json").write_text(json.dumps(losses))
-    dist.destroy_process_group()
 
 
 class Worlds:
     """Losses of plans: ``WORLD`` processes run ``PLANS_A_WORLD`` in turn when one of these is first asked for."""
 
-    def __init__(self, folder: Path, names: tuple[str, ...], ports: Iterator[int]) -> None:
-        self.folder, self.names, self.ports = folder, names, ports
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        self.folder, self.names = folder, names
 
     def losses(self, name: str) -> list[float]:
         """Of every step under the plan."""
@@ -206,5 +200,5 @@ class Worlds:
         if not file.exists():
             first = self.names.index(name) // PLANS_A_WORLD * PLANS_A_WORLD
             together = self.names[first : first + PLANS_A_WORLD]
-            spawn(_rank, args=(str(self.folder), next(self.ports), together), nprocs=WORLD)
+            run_ranks(_rank, WORLD, str(self.folder), together, home=self.folder, limit_s=LONG_S)
         return json.loads(file.read_text())

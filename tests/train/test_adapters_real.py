@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
 from rota.train.apply import cross_entropy_sum, parallelize
 from rota.train.batch import call
 from rota.train.plan.model import Layer, Mesh
+from tests.real.train.ranks import LONG_S, run_ranks
 from tests.train import zoo
-from tests.train.test_plans_real import free_ports
 
 STEPS = 8
 RATE = 3e-2
@@ -67,37 +62,34 @@ def losses_under(name: str, strategy: str) -> list[float]:
     return losses
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
+def _rank(_rank: int, _size: int) -> list[object]:
+    """Of each cell its losses, those of one process, and the last one of weights that stay."""
     found: list[object] = []
     for cell in CELLS:
         try:
-            found.append(losses_under(*cell))
+            found.append([losses_under(*cell), reference(cell[0]), reference(cell[0], 0.0)[-1]])
         except BadInput as refusal:
             found.append(str(refusal))
     with pytest.raises(BadInput, match=r"lora_dropout.* drops values in training"):
         parallelize(adapted("Llama", lora_dropout=0.1), PLANS["tp"], optimizer=ADAMW)
     with pytest.raises(BadInput, match=r"mesh"):
         parallelize(adapted("Llama", use_dora=True), PLANS["tp"], optimizer=ADAMW)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], object]:
-    """What each cell gave: its losses, or a refusal."""
-    folder = tmp_path_factory.mktemp("adapters")
-    spawn(_rank, args=(str(folder), next(free_ports())), nprocs=2)
-    return dict(zip(CELLS, json.loads((folder / "found.json").read_text()), strict=True))
+    """What each cell gave, or a refusal."""
+    first, _ = run_ranks(_rank, 2, home=tmp_path_factory.mktemp("adapters"), limit_s=LONG_S)
+    return dict(zip(CELLS, first, strict=True))
 
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", CELLS, ids=" under ".join)
 def test_adapters_train_like_one_process(cell: tuple[str, str], found: dict[tuple[str, str], object]) -> None:
-    expected = reference(cell[0])
-    assert found[cell] == pytest.approx(expected, abs=1e-5)
-    assert abs(expected[-1] - reference(cell[0], 0.0)[-1]) > 1e-3
+    given = found[cell]
+    assert isinstance(given, list), given
+    losses, expected, still = given
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[-1] - still) > 1e-3

@@ -5,26 +5,23 @@ Two real processes over Gloo against one process of plain torch."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
 from rota.train.apply import cross_entropy_sum, parallelize
 from rota.train.batch import call, main_tensor
 from rota.train.loop import restore_settings, settings
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage
+from tests.real.train.ranks import LONG_S, run_ranks
 from tests.train import zoo
-from tests.train.test_plans_real import free_ports
 
 STEPS = 4
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -54,6 +51,7 @@ def right(output: object, targets: torch.Tensor) -> torch.Tensor:
     return (main_tensor(output).argmax(-1) == targets)[targets != -100].sum().float()
 
 
+@cache
 def reference(name: str) -> list[float]:
     """Losses before each step in evaluation mode, share of right tokens, and losses of the steps, of plain torch."""
     model, found = zoo.fresh(name), list[float]()
@@ -152,35 +150,29 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
         yield text, partial(make, net, PLANS["dp"], per_parameter=lambda *_, given=options: given)
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
-    found: dict[str, object] = {" under ".join(cell): under(*cell) for cell in CELLS}
+def _rank(_rank: int, _size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {" under ".join(cell): (under(*cell), reference(cell[0])) for cell in CELLS}
     for name, plan in META:
         given = [losses_of_meta(name, plan, meta=meta) for meta in (True, False)]
         found[f"meta {name} under {plan}"] = given
     for text, call_it in refusals():
         with pytest.raises(BadInput, match=text):
             call_it()
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of two measured."""
-    folder = tmp_path_factory.mktemp("loops")
-    spawn(_rank, args=(str(folder), next(free_ports())), nprocs=2)
-    return json.loads((folder / "found.json").read_text())
+    return run_ranks(_rank, 2, home=tmp_path_factory.mktemp("loops"), limit_s=LONG_S)[0]
 
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", CELLS, ids=" under ".join)
 def test_options_by_name_and_evaluation_are_those_of_one_process(cell: tuple[str, str], found: dict[str, Any]) -> None:
-    assert found[" under ".join(cell)] == pytest.approx(reference(cell[0]), abs=1e-5)
+    given, expected = found[" under ".join(cell)]
+    assert given == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.real

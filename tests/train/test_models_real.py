@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
 from rota.train.apply import Parallel, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints
 from rota.train.parallel.tensor_parallel import Rules
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, data_parallel
-from tests.train.test_plans_real import free_ports
+from tests.real.train.ranks import LONG_S, run_ranks
 
 WORLD, STEPS, BATCH, CLIP = 2, 6, 12, 0.5
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -171,22 +167,15 @@ def refuse_what_is_split_apart() -> None:
         trained.step((torch.zeros(BATCH, 9, dtype=torch.long),) * 2)
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo")
+def _rank(_rank: int, _size: int, folder: str) -> dict[str, list[float]]:
     refuse_what_is_split_apart()
-    found = {name: losses_of(case, Path(folder, name)) for name, case in CASES.items()}
-    if rank == 0:
-        Path(folder, "losses.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {name: losses_of(case, Path(folder, name)) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     folder = tmp_path_factory.mktemp("models")
-    spawn(_rank, args=(str(folder), next(free_ports())), nprocs=WORLD)
-    return json.loads((folder / "losses.json").read_text())
+    return run_ranks(_rank, WORLD, str(folder), home=folder, limit_s=LONG_S)[0]
 
 
 @pytest.mark.real

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,11 @@ from tests.train import equal
 NAMES = (*equal.PLANS, *equal.CHANGES) if os.environ.get("ROTA_DEEP") else equal.QUICK
 
 
-def free_ports() -> Iterator[int]:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield port
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> equal.Worlds:
     """Of the plans that were asked for: ``-k`` runs some of them."""
     asked = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
-    return equal.Worlds(tmp_path_factory.mktemp("losses"), tuple(asked), free_ports())
+    return equal.Worlds(tmp_path_factory.mktemp("losses"), tuple(asked))
 
 
 @pytest.mark.real

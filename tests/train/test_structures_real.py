@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
 from rota.train.checkpoint import Checkpoints
+from tests.real.train.ranks import LONG_S, run_ranks
 from tests.train import structures
 from tests.train.structures import BATCH, CASES, MIXTRAL_RULES, NORMED, SP, STAGES, TP, Case
-from tests.train.test_plans_real import free_ports
 
 Found = dict[str, dict[str, Any]]
 
@@ -93,10 +91,7 @@ def warned() -> list[str]:
     return [str(one.message) for one in seen if issubclass(one.category, FutureWarning | DeprecationWarning)]
 
 
-def _rank(rank: int, folder: str, port: int, size: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo")
+def _rank(rank: int, size: int, folder: str) -> None:
     found: Found = {}
     if size == 2:
         found["warned"] = {"texts": warned()}
@@ -104,7 +99,6 @@ def _rank(rank: int, folder: str, port: int, size: int) -> None:
         found |= {f"normed, {name}": one for name, one in run_normed(Path(folder)).items()}
     found |= run_cases(CASES if size == 2 else STAGES)
     torch.save(found, Path(folder, f"{size}.{rank}.pt"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +114,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 
 def world(folder: Path, size: int) -> list[Found]:
-    spawn(_rank, args=(str(folder), next(free_ports()), size), nprocs=size)
+    run_ranks(_rank, size, str(folder), home=folder, limit_s=LONG_S)
     return [torch.load(folder / f"{size}.{rank}.pt") for rank in range(size)]
 
 

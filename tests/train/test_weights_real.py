@@ -12,15 +12,14 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
 from rota.train.apply import cross_entropy_sum, parallelize
 from rota.train.batch import call
 from rota.train.plan.model import Layer, Mesh, ParallelPlan
 from rota.train.weights import load_weights, save_weights
+from tests.real.train.ranks import LONG_S, run_ranks
 from tests.train import zoo
-from tests.train.test_plans_real import free_ports
 
 deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
 STEPS = 20
@@ -50,10 +49,7 @@ def other_logits(name: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         return (cast("Any", call(one.eval(), inputs)).logits for one in (model, again))  # type: ignore[return-value]
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
-    dist.init_process_group("gloo")
+def _rank(rank: int, _size: int, folder: str) -> None:
     for number, (name, plan) in enumerate(CASES):
         given, made = Path(folder, str(number), "in"), Path(folder, str(number), "out")
         if rank == 0:
@@ -72,13 +68,12 @@ def _rank(rank: int, folder: str, port: int) -> None:
             mine, theirs = other_logits(name, made)
             Path(folder, f"{number}.difference").write_text(str(float((mine - theirs).abs().max())))
         dist.barrier()
-    dist.destroy_process_group()
 
 
 @deep
 @pytest.mark.real
 @pytest.mark.timeout(900)
 def test_weights_come_in_and_go_out_as_transformers_has_them(tmp_path: Path) -> None:
-    spawn(_rank, args=(str(tmp_path), next(free_ports())), nprocs=4)
+    run_ranks(_rank, 4, str(tmp_path), home=tmp_path, limit_s=LONG_S)
     differences = [float(Path(tmp_path, f"{number}.difference").read_text()) for number in range(len(CASES))]
     assert all(one <= 1e-5 for one in differences), dict(zip([name for name, _ in CASES], differences, strict=True))

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rota.spec.errors import BadInput
+from tests.real.train.ranks import LONG_S, run_ranks
 from tests.train import zoo
-from tests.train.test_plans_real import free_ports
 
 QUICK = (
     ("other names", "tp"),
@@ -31,27 +26,21 @@ ALL = tuple((name, strategy) for name in zoo.MODELS for strategy in zoo.PLANS)
 CELLS = ALL if os.environ.get("ROTA_DEEP") else QUICK
 
 
-def _rank(rank: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
+def _rank(_rank: int, _size: int) -> list[object]:
     found: list[object] = []
     for name, strategy in CELLS:
         try:
             found.append([zoo.losses_under(name, strategy), zoo.reference(name)])
         except BadInput as refusal:
             found.append(str(refusal))
-    if rank == 0:
-        Path(folder, "cells.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], object]:
     """What each cell gave: its losses and those of one process, or a refusal."""
-    folder = tmp_path_factory.mktemp("zoo")
-    spawn(_rank, args=(str(folder), next(free_ports())), nprocs=2)
-    return dict(zip(CELLS, json.loads((folder / "cells.json").read_text()), strict=True))
+    first, _ = run_ranks(_rank, 2, home=tmp_path_factory.mktemp("zoo"), limit_s=LONG_S)
+    return dict(zip(CELLS, first, strict=True))
 
 
 @pytest.mark.real

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-PRELOAD = ["torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "rota.train.shm"]
-WAIT_S = 180.0
+PRELOAD = ["torch._dynamo", "rota.train.apply", "rota.train.shm", "transformers.models.llama.modeling_llama"]
+"""The compiler of torch, which every optimiser imports, is half of it; models of transformers take as long as torch."""
+WAIT_S, LONG_S = 180.0, 850.0
+"""For one thing, and for many one after the other."""
 
 
 class RankFailed(AssertionError):

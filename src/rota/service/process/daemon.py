@@ -553,6 +553,7 @@ def _end_unrecorded(home: Home, *, grace_s: float) -> tuple[list[str], list[Proc
     names = sorted({_kind(home, one) for one in found if process.command_line(one.pid)})  # else it is at its end
     for one in found if grace_s else ():
         process.send_signal(one, signal.SIGTERM)
+        process.send_signal(one, signal.SIGCONT)  # one that was stopped can end by itself, too
     process.wait_gone(found, grace_s)
     return names, list(process.kill_all(lambda: _unrecorded(home))) if found else []
 

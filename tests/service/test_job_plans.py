@@ -342,7 +342,8 @@ def test_only_a_regular_file_of_a_bounded_size_is_read(tmp_path: Path) -> None:
 
 def test_a_job_waits_a_bounded_time_for_the_searches_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        loop = SimpleNamespace(scheduler=SimpleNamespace(find_queue=lambda queue: None))
+        state = SimpleNamespace(queues=SimpleNamespace(line_of=lambda queue: []))
+        loop = SimpleNamespace(scheduler=SimpleNamespace(find_queue=lambda queue: None, state=state))
         door = Intake(cast("Any", loop), home=Home.find(), clock=SystemClock(), random_source=SystemRandom())
         await door._searches.acquire()
         with pytest.raises(LimitExceeded, match="plans of other jobs"):

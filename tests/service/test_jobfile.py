@@ -72,6 +72,12 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {runn: hi}", "job.yaml:2:7: roles.a.runn: unknown field; did you mean 'run'?"),
         ("  a: {command: hi}", "job.yaml:2:7: roles.a.command: unknown field; did you mean 'run'?"),
         ("  a: {run: hi, count: 2}", "job.yaml:2:16: roles.a.count: unknown field; did you mean 'replicas'?"),
+        ("  a: {run: hi, time: 1h}", "job.yaml:2:16: roles.a.time: unknown field; 'time_limit:' is a field of the job, beside 'roles:'"),
+        ("  a: {run: hi, nodes: 2}", "job.yaml:2:16: roles.a.nodes: unknown field; did you mean 'replicas'?"),
+        ("  a: {run: hi, max_restarts: 2}", "job.yaml:2:16: roles.a.max_restarts: unknown field; did you mean 'fail.limit'?"),
+        ("  a: {run: hi, resources: {cpus: 500m}}", "job.yaml:2:34: roles.a.resources.cpus: expected a number, at least 0, got '500m'; write 0.5"),
+        ("  a: {run: hi, fail: {restart: never}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'never'; for never write 'limit: 0/10m, then: []'"),
+        ("  a: {run: hi, fail: {restart: OnFailure}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'OnFailure'; did you mean 'process'?"),
         ("  a: {run: hi, mem: 1GiB}", "job.yaml:2:16: roles.a.mem: unknown field; did you mean 'resources.memory'?"),
         ("  a: {run: hi, env: {packages: [x]}}", "job.yaml:2:32: roles.a.env.packages: expected text, got a list; variables are text; 'packages:' installs packages"),
         ("  a: {run: hi}\napiVersion: v1", "job.yaml:3:1: apiVersion: unknown field; a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files"),
@@ -222,6 +228,23 @@ def test_json_is_read_with_places_tabs_and_escapes() -> None:
     assert dict(spec.labels) == {"x": "\U0001f600 a/b"}
     misspelt = problems('{\n\t"name": "t",\n\t"rols": {}\n}')
     assert misspelt == ["job.yaml:3:2: rols: unknown field; did you mean 'roles'?"], "it is not missing as well"
+
+
+def test_what_is_below_a_misspelt_key_is_checked_as_the_field_that_was_meant() -> None:
+    text = "name: x\nrols:\n  a: {run: hi, resource: {cpus: -1, gpuz: 1}}\ntime: 1h\nnodes: 2\ndepends: [y]\n"
+    assert problems(text) == [
+        "job.yaml:2:1: rols: unknown field; did you mean 'roles'?",
+        "job.yaml:3:16: rols.a.resource: unknown field; did you mean 'resources'?",
+        "job.yaml:3:33: rols.a.resource.cpus: expected a number, at least 0, got '-1'",
+        "job.yaml:3:37: rols.a.resource.gpuz: unknown field; did you mean 'gpus'?",
+        "job.yaml:4:1: time: unknown field; did you mean 'time_limit'?",
+        "job.yaml:5:1: nodes: unknown field; did you mean 'roles.NAME.replicas'?",
+        "job.yaml:6:1: depends: unknown field; did you mean 'after'?",
+    ]
+    both = "name: x\nroles: {a: {run: hi, fial: {limit: x}, fail: {limit: 3/10m}}}\n"
+    assert [one.partition(": ")[2] for one in problems(both)] == [
+        "roles.a.fial: unknown field; did you mean 'fail'?"
+    ], "a field that is there as well is read once"
     assert "job.yaml:1:1: roles: missing; add 'roles:', role name to role, 1 to 64" in problems('{"name": "t"}')
 
 

@@ -23,10 +23,11 @@ from rota.service import demo
 from rota.service.api import body_of
 from rota.service.cli.verbs import run
 from rota.service.client import Client
+from rota.service.control.changes import read_queues
 from rota.service.demo import KILL_STEPS
 from rota.service.jobfile.reader import read_job
 from rota.service.offline import missing_names
-from rota.spec.errors import BadInput, NotAllowed, UnknownName
+from rota.spec.errors import BadInput, JobFileError, NotAllowed, UnknownName
 from rota.spec.events import JobEnded
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -318,7 +319,7 @@ class Refusing:
     """A service that answers for queues and refuses the rest."""
 
     def queues(self) -> dict[str, Any]:
-        return {"items": [{"path": "default", "parent": None}]}
+        return {"items": [{"path": "default", "parent": None, "state": "open"}]}
 
     @property
     def accounts(self) -> Any:
@@ -396,3 +397,65 @@ def test_the_summary_of_the_demo_has_a_line_for_each_kill_in_order() -> None:
     lines = told[: len(KILL_STEPS)]
     assert [step.victim in line for step, line in zip(KILL_STEPS, lines, strict=True)] == [True] * len(KILL_STEPS)
     assert lines[-1] == "1970-01-01T00:00:20.000Z  master killed -> pid 8 in its place, no instance restarted, 2.0 s"
+
+
+def test_a_mistake_of_the_queue_is_reported_beside_the_others_of_the_file_also_by_a_submission(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO.replace("\nroles", "\nqueue: defalt\nretry: -1\nroles"))
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        for words in ([], ["--check"], ["--dry-run"]):
+            done: Done = await ask("run", str(tmp_path / "job.yaml"), "-d", *words)
+            assert done.status == 2 and "job.yaml:2:8: queue: no queue 'defalt' takes jobs; did you mean" in done.err
+            assert "job.yaml:3:8: retry: expected a whole number from 0 to 1000" in done.err
+
+    with_cli(tmp_path, test)
+
+
+def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    tree = "- {path: default}\n- {path: team, state: STATE}\n- {path: team/a}\n"
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        async def apply(state: str) -> None:
+            (tmp_path / "queues.yaml").write_text(tree.replace("STATE", state))
+            assert (await ask("queues", "apply", str(tmp_path / "queues.yaml"))).status == 0
+
+        run = ["run", str(tmp_path / "job.yaml"), "-d", "-q", "team/a"]
+        await apply("stopped")
+        assert (await ask(*run)).out == "hello-1\n"
+        assert (await service.until("hello-1", JobState.QUEUED))["state"] == "QUEUED"
+        while "QUEUE_CLOSED" not in (await ask("explain", "hello-1")).out:
+            await asyncio.sleep(0.02)
+        for state in ("closed", "draining"):
+            await apply(state)
+            why = f"queue 'team' is {state} and takes no new jobs"
+            for words in ([], ["--check"], ["--dry-run"]):
+                done: Done = await ask(*run, *words)
+                assert done.status == 2 and why in done.err and "rota queues" in done.err, words
+            refused = await service.http.post("/api/v1/jobs", json={"source": HELLO, "sets": ["queue=team/a"]})
+            assert (refused.status_code, refused.json()["code"]) == (409, "QUEUE_CLOSED")
+            assert (await ask("run", str(tmp_path / "job.yaml"), "-d")).status == 0
+            moved = await ask("set", "hello-2", "queue=team/a")
+            assert moved.status == 2 and why in moved.err
+        await apply("open")
+        await service.until("hello-1", JobState.ADMITTED)
+
+    with_cli(tmp_path, test)
+
+
+def test_every_mistake_of_a_tree_of_queues_is_reported_in_one_form(tmp_path: Path) -> None:
+    wrong = "- {path: a, stat: open}\n- {path: b, weight: 0}\n- {paht: c}\n- {path: x/y, priority: -1}\n"
+    for text in (wrong, "queues:\n" + wrong):
+        with pytest.raises(JobFileError) as refused:
+            read_queues(text, filename="q.yaml")
+        assert [(one.loc, one.message) for one in refused.value.problems] == [
+            ("queues[0].stat", "unknown field"),
+            ("queues[1].weight", "0.0 is not above 0"),
+            ("queues[2].paht", "unknown field"),
+            ("queues[3].priority", "expected a whole number, at least 0, got '-1'"),
+        ]
+    with pytest.raises(JobFileError) as alone:
+        read_queues("- {path: a, stat: open}\n- {path: x/y}\n", filename="q.yaml")
+    assert [one.loc for one in alone.value.problems] == ["queues[0].stat", "queues[1].path"], (
+        "a parent that is not there"
+    )

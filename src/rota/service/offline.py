@@ -149,14 +149,23 @@ def missing_names(client: Client, spec: JobSpec, *, named: bool) -> list[Finding
 
 
 def _missing_queue(client: Client, spec: JobSpec) -> Iterator[Finding]:
+    if fault := queue_fault(client, spec.queue):
+        yield fault
+
+
+def queue_fault(client: Client, path: str) -> Finding | None:
+    """What a submission to this queue would be refused for; None where it would not."""
+    from rota.service.control.submission import closed_fault
     from rota.spec.check import Finding
     from rota.spec.errors import nearest
 
-    rows = client.queues()["items"]
-    leaves = sorted({one["path"] for one in rows} - {one["parent"] for one in rows})
-    if spec.queue not in leaves:
-        hint = nearest(spec.queue, leaves, "queues")
-        yield Finding(path=("queue",), message=f"no queue {spec.queue!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
+    rows = {one["path"]: one for one in client.queues()["items"]}
+    leaves = sorted(rows.keys() - {one["parent"] for one in rows.values()})
+    if path not in leaves:
+        hint = nearest(path, leaves, "queues")
+        return Finding(path=("queue",), message=f"no queue {path!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
+    above = (one for one in rows.values() if f"{path}/".startswith(f"{one['path']}/"))
+    return closed_fault((one["path"], one["state"]) for one in above)
 
 
 def _missing_jobs(client: Client, spec: JobSpec) -> Iterator[Finding]:

@@ -11,6 +11,8 @@ from rota.spec.resources import Res
 
 DEFAULT_QUEUE = "default"
 OwnedLevel = Literal["device", "node", "rack"]
+QueueState = Literal["open", "stopped", "closed", "draining"]
+"""Jobs of a queue start only while it is ``open``; ``stopped`` takes new ones, ``closed`` and ``draining`` none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Queue:
     weight: float = 1.0
     priority: int = 100
     preemptible: bool = True
-    state: Literal["open", "closed", "draining"] = "open"
+    state: QueueState = "open"
     run_as: str | None = None
     """User of the operating system (a name, or ``uid:gid``) of the commands of its jobs and those of queues below."""
 

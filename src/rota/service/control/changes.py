@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, cast
 
 from rota.cluster.core.quota import BrokenRule, broken_rules
 from rota.cluster.live import Scheduler
 from rota.job.core.resize import is_world, world_of
 from rota.runtime import isolation
+from rota.service.control.submission import closed_fault
 from rota.service.jobfile.models import ResourcesPart
-from rota.service.jobfile.nodes import SequenceNode, read_tree
+from rota.service.jobfile.nodes import MappingNode, SequenceNode, read_tree
+from rota.service.jobfile.nodes import Node as FileNode
 from rota.service.jobfile.problems import ErrorCollector
+from rota.service.jobfile.reader import cut_fields
 from rota.service.jobfile.validation import (
     Bool,
     Number,
@@ -25,10 +28,10 @@ from rota.service.jobfile.validation import (
     read_part,
     required,
 )
-from rota.spec.check import SIZES_HINT, fixed_size
-from rota.spec.errors import BadInput, UnknownName, unknown
+from rota.spec.check import SIZES_HINT, Finding, fixed_size
+from rota.spec.errors import BadInput, Conflict, UnknownName, unknown
 from rota.spec.job import CHANGEABLE, JobSpec, RoleSpec
-from rota.spec.queue import OwnedCells, OwnedLevel, Queue
+from rota.spec.queue import OwnedCells, OwnedLevel, Queue, QueueState
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, Res, counted
 
@@ -65,6 +68,24 @@ _PLAIN: Mapping[str, Callable[[object], float | None]] = {
     "grace_s": _seconds,
     "retry": _retry,
 }
+
+
+def queue_fault(scheduler: Scheduler, path: str) -> Finding | None:
+    """Why no job may be submitted to a queue: it is not there, or no leaf, or it or one above it takes none now."""
+    if (problem := scheduler.find_queue(path)) is not None:
+        message, _, hint = problem.partition("; ")
+        return Finding(path=("queue",), message=message, hint=hint, code=str(Reason.UNKNOWN_QUEUE))
+    tree = scheduler.state.queues
+    return closed_fault((tree.rows[row].path, tree.rows[row].state) for row in tree.line_of(path))
+
+
+def check_queue(scheduler: Scheduler, path: str) -> None:
+    """Raises UnknownName or Conflict for a queue that no job may be submitted to."""
+    if (fault := queue_fault(scheduler, path)) is not None:
+        kind = Conflict if fault.code == Reason.QUEUE_CLOSED else UnknownName
+        raise kind(f"{fault.message}; {fault.hint}", code=fault.code)
+
+
 _NAMES = ", ".join((*CHANGEABLE[:-1], "labels.NAME"))
 
 
@@ -78,8 +99,7 @@ def checked_changes(changes: Mapping[str, object], spec: JobSpec, scheduler: Sch
         if path in _PLAIN:
             checked[path] = _PLAIN[path](value)
         elif path == "queue":
-            if (problem := scheduler.find_queue(str(value))) is not None:
-                raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
+            check_queue(scheduler, str(value))
             checked[path] = str(value)
         elif path.startswith("labels."):
             name = path.removeprefix("labels.")
@@ -111,9 +131,6 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
     elif why := fixed_size(role):
         raise BadInput(f"{name} cannot change its size: {why}", hint=SIZES_HINT)
     return role
-
-
-State = Literal["open", "closed", "draining"]
 
 
 class AmountPart(ResourcesPart):
@@ -152,7 +169,7 @@ class QueuePart(Part):
     weight: Annotated[float, Number(0, whole=False)] = optional("share of what is left over")
     priority: Annotated[int, Number(0)] = optional("tier in which what is left over is divided")
     preemptible: Annotated[bool, Bool()] = optional("may jobs of it be preempted")
-    state: Annotated[State, OneOf(State)] = optional("does it take jobs")
+    state: Annotated[QueueState, OneOf(QueueState)] = optional("does it take jobs, and start them")
     run_as: Annotated[str, Text("a user of the operating system, or UID:GID")] = optional(
         "user of the commands of its jobs, where the service is root"
     )
@@ -181,13 +198,32 @@ def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tupl
     """The queues of the file, checked against these nodes. Raises JobFileError with every mistake and its place."""
     errors = ErrorCollector(text, filename)
     root = read_tree(text, errors)
-    found = read_part(QueuesPart, root, errors)
-    errors.raise_if_any()
-    assert found is not None, "what is wrong was raised"
-    queues: tuple[Queue, ...] = found.given()["queues"]
-    for broken in broken_queues(queues, nodes):
-        path = ("queues", broken.index, broken.field)
+    read_part(QueuesPart, root, errors, () if isinstance(root, MappingNode) else ("queues",))
+    wrong, kept = set(errors.paths), [*_readable_queues(root)]
+    known = {queue.path for _, queue in kept}
+    whole = len(kept) == len(_entries(root))
+    for broken in broken_queues([queue for _, queue in kept], nodes):
+        index, queue = kept[broken.index]
+        orphan = broken.field == "path" and queue.parent is not None and queue.parent not in known
+        path = ("queues", index, broken.field)
         _, place = place_of(root, path)
-        errors.add(place, path, broken.message, hint=broken.hint)
+        if path not in wrong and (whole or not orphan):
+            errors.add(place, path, broken.message, hint=broken.hint)
     errors.raise_if_any()
-    return queues
+    return tuple(queue for _, queue in kept)
+
+
+def _entries(root: FileNode) -> Sequence[FileNode]:
+    entries = root.at("queues") if isinstance(root, MappingNode) else root
+    return entries if isinstance(entries, SequenceNode) else ()
+
+
+def _readable_queues(root: FileNode) -> Iterator[tuple[int, Queue]]:
+    """Each queue with its number; without what is wrong in it, so that the rest can be checked as well."""
+    for index, entry in enumerate(_entries(root)):
+        errors = ErrorCollector("", "")
+        part = read_part(QueuePart, entry, errors)
+        if part is None:
+            part = read_part(QueuePart, cut_fields(entry, errors.paths), ErrorCollector("", ""))
+        if part is not None:
+            yield index, cast("Queue", part.make())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from rota.runtime.random import RandomSource, ulid
 from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, UserRole
 from rota.service.api import RESOURCES
+from rota.service.control.changes import check_queue, queue_fault
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import (
     Submission,
@@ -51,7 +53,6 @@ from rota.spec.errors import (
     Infeasible,
     JobFileError,
     LimitExceeded,
-    UnknownName,
     nearest,
 )
 from rota.spec.events import Continued, JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
@@ -250,7 +251,7 @@ class Intake:
     async def _read(self, given: Submission) -> JobSpec:
         if given.spec is not None:
             return started_spec(_from_json(given.spec), ())
-        find_queue = self._loop.scheduler.find_queue
+        find_queue = partial(queue_fault, self._loop.scheduler)
         reading = asyncio.to_thread(
             read_job, given.source, filename=given.filename, sets=given.sets, find_queue=find_queue
         )
@@ -296,8 +297,7 @@ class Intake:
             Vault(self._home).check(caller.user, spec.secrets)
 
     def _check_queue(self, spec: JobSpec, caller: Caller | None) -> None:
-        if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
-            raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
+        check_queue(self._loop.scheduler, spec.queue)
         if caller is not None:  # without a service nothing can be asked
             caller.need(UserRole.USER, spec.queue)
 

@@ -83,6 +83,16 @@ def check_workdir(spec: JobSpec, given: Submission, where: str = "the machine of
         raise JobFileError(placed((fault,), given.source, filename=given.filename, sets=given.sets))
 
 
+def closed_fault(line: Iterable[tuple[str, str]]) -> Finding | None:
+    """Why a queue takes no new jobs, by the path and state of it and of those above it; None where it takes them."""
+    closed = next(((path, state) for path, state in line if state in ("closed", "draining")), None)
+    if closed is None:
+        return None
+    message = f"queue {closed[0]!r} is {closed[1]} and takes no new jobs"
+    hint = "use another queue, see: rota queues; an admin opens it again"
+    return Finding(path=("queue",), message=message, hint=hint, code=str(Reason.QUEUE_CLOSED))
+
+
 def dependency_fault(
     index: int, one: After, job: tuple[str, JobState, str | None] | None, names: Callable[[], Iterable[str]]
 ) -> Finding | None:

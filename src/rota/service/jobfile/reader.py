@@ -25,7 +25,6 @@ from rota.spec import check as rules
 from rota.spec.check import Path
 from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.job import JobSpec
-from rota.spec.reasons import Reason
 
 _TOP = {"jobName": "name", "image": "image", "dataDir": "data", "outputDir": "output"}
 _ROLE = {"taskNumber": "replicas", "command": "run", "name": ""}
@@ -39,7 +38,7 @@ def read_job(
     *,
     filename: str,
     sets: Sequence[str] = (),
-    find_queue: Callable[[str], str | None] | None = None,
+    find_queue: Callable[[str], rules.Finding | None] | None = None,
 ) -> JobSpec:
     """The job that ``text`` describes, with ``sets`` (``path=value``) applied over it.
 
@@ -128,12 +127,11 @@ class _Reader:
             if finding.code == "BAD_NAME" or not _rests_on(finding.path) & spoiled:
                 self.place(finding)
 
-    def check_queue(self, find_queue: Callable[[str], str | None]) -> None:
+    def check_queue(self, find_queue: Callable[[str], rules.Finding | None]) -> None:
         """The queue that the text names, unless it could not be read."""
         named = isinstance(self._root, MappingNode) and "queue" in self._root and ("queue",) not in self.errors.paths
-        if named and (problem := find_queue(self.spec.queue)) is not None:
-            message, _, hint = problem.partition("; ")
-            self.place(rules.Finding(path=("queue",), message=message, hint=hint, code=str(Reason.UNKNOWN_QUEUE)))
+        if named and (fault := find_queue(self.spec.queue)) is not None:
+            self.place(fault)
 
     def place(self, found: rules.Finding) -> None:
         """One more problem, at the field that it speaks of."""
@@ -151,15 +149,21 @@ class _Reader:
 
 def _without(root: MappingNode, paths: Iterable[Path]) -> MappingNode:
     """A copy without the fields of these problems; the job keeps a name, and its roles at least their names."""
-    copy = root
-    for path in {_field_at(root, path) for path in paths}:
-        copy = _cut(copy, path)
+    copy = cut_fields(root, paths)
     was, kept = root.at("roles"), copy.at("roles")
     names = was if isinstance(was, MappingNode) else ()
     roles = {name: MappingNode({}, root.place) for name in names} | (kept if isinstance(kept, MappingNode) else {})
     name, roles_key = ScalarNode("name", root.place), ScalarNode("roles", root.place)
     job = {name: ScalarNode("job", root.place), **copy, roles_key: MappingNode(roles, root.place)}
     return MappingNode(job, root.place)
+
+
+def cut_fields(root: Node, paths: Iterable[Path]) -> Any:
+    """A copy without the fields of the problems at these paths."""
+    copy = root
+    for path in {_field_at(root, path) for path in paths}:
+        copy = _cut(copy, path)
+    return copy
 
 
 def _field_at(root: Node, path: Path) -> Path:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
+from difflib import SequenceMatcher
 from math import isfinite
 from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, get_args, get_origin
 
@@ -29,7 +31,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from rota.service.jobfile.nodes import ENTRIES_MAX, MappingNode, Node, ScalarNode, SequenceNode
 from rota.service.jobfile.problems import ErrorCollector, TextPlace
 from rota.spec.check import Path
-from rota.spec.errors import did_you_mean, nearest
+from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.resources import counted, parse_duration, parse_size
 
 V = TypeVar("V")
@@ -166,6 +168,8 @@ def _number_hint(node: object) -> str:
     if not isinstance(node, ScalarNode):
         return ""
     bare = node.strip().replace("_", "").replace(",", "")
+    if re.fullmatch(r"\d{1,9}m", bare):  # of Kubernetes: thousandths of a core
+        return f"write {int(bare[:-1]) / 1000:g}"
     if bare.lstrip("+-").isdigit() and len(bare) <= 18 and (not node.plain or bare != node):
         return f"write {int(bare)}"
     return ""
@@ -263,6 +267,8 @@ class OneOf(Kind[str]):
         if isinstance(node, ScalarNode) and node in self.choices:
             return str(node)
         hint = did_you_mean(node, self.choices) if isinstance(node, ScalarNode) else ""
+        if isinstance(node, ScalarNode) and "process" in self.choices:
+            hint = OTHER_VALUES.get(node.casefold(), hint)
         raise unexpected("one of " + ", ".join(self.choices), node, hint=hint, code="BAD_CHOICE")
 
     def schema(self) -> JsonSchemaValue:
@@ -461,17 +467,33 @@ def _part_of(value: object) -> object:
 
 _PACKAGES = ("requirements", "pip", "dependencies")
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("count", "instances", "num_replicas", "num_workers", "parallelism", "taskNumber"), ("replicas",)),
+    **dict.fromkeys(
+        (
+            "count",
+            "instances",
+            "nodes",
+            "nnodes",
+            "num_nodes",
+            "num_replicas",
+            "num_workers",
+            "parallelism",
+            "taskNumber",
+        ),
+        ("replicas",),
+    ),
     **dict.fromkeys(("command", "cmd", "entrypoint", "script", "exec"), ("run",)),
     **dict.fromkeys(("environment", "env_vars", "environ"), ("env",)),
     **dict.fromkeys(_PACKAGES, ("packages",)),
-    **dict.fromkeys(("timeout", "walltime", "deadline", "max_time"), ("time_limit",)),
+    **dict.fromkeys(("time", "timeout", "walltime", "deadline", "max_time"), ("time_limit",)),
     **dict.fromkeys(("mem", "ram"), ("memory", "resources.memory")),
     **dict.fromkeys(("partition", "pool"), ("queue",)),
-    **dict.fromkeys(("depends_on", "dependsOn", "dependency", "needs"), ("after", "start_after")),
-    **dict.fromkeys(("max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
+    **dict.fromkeys(("depends", "depends_on", "dependsOn", "dependency", "needs"), ("after", "start_after")),
+    **dict.fromkeys(("max_restarts", "max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
 }
 """What other systems call a field."""
+_NEVER, _PROCESS = "for never write 'limit: 0/10m, then: []'", "did you mean 'process'?"
+OTHER_VALUES = {"never": _NEVER, "no": _NEVER, "always": _PROCESS, "onfailure": _PROCESS, "on-failure": _PROCESS}
+"""What other systems call a ``restart``, and what to write for it."""
 OTHER_FILES: dict[str, str] = {
     "apiVersion": "a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files",
     "metadata": "write the name as 'name:'",
@@ -486,16 +508,66 @@ def read_part(model: type[P], root: Node, errors: ErrorCollector, above: Path = 
         return model.model_validate(root)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        misspelt = {(*one["loc"][:-1], _meant(model, one["loc"])) for one in found if one["type"] == "extra_forbidden"}
+        misspelt = {one["loc"]: _meant(model, one["loc"]) for one in found if one["type"] == "extra_forbidden"}
+        meant = {(*loc[:-1], name) for loc, name in misspelt.items()}
         for one in sorted(found, key=lambda one: one["type"] == "missing"):
-            if one["type"] != "missing" or one["loc"] not in misspelt:
+            if one["type"] != "missing" or one["loc"] not in meant:
                 _collect(model, root, one, errors, above)
+        _below_misspelt(model, root, misspelt, errors, above)
         return None
+
+
+def _below_misspelt(
+    model: type[P], root: Node, misspelt: Mapping[tuple[int | str, ...], str], errors: ErrorCollector, above: Path
+) -> None:
+    """Add the mistakes in what is below a misspelt key, read as the field that it is nearest to."""
+    renamed, written = root, dict[tuple[int | str, ...], str]()
+    for loc, meant in misspelt.items():
+        path, _ = place_of(root, loc)
+        if _is_misspelt(str(loc[-1]), meant) and path == loc and (*loc[:-1], meant) not in written:
+            renamed, named = _renamed(renamed, loc, meant)
+            written |= {(*loc[:-1], meant): str(loc[-1])} if named else {}
+    if not written:
+        return
+    again = ErrorCollector("", errors.filename)
+    with suppress(JobFileError):  # too many: those before it count
+        read_part(model, renamed, again)
+    for path, one in zip(again.paths, again.problems, strict=True):
+        start = next((path[: len(key)] for key in written if path[: len(key)] == key and len(path) > len(key)), None)
+        if start is not None:
+            file = "" if one.file == errors.filename else one.file
+            place = TextPlace(one.line, one.col, file, one.source, one.loc if file else "")
+            there = (*start[:-1], written[start], *path[len(start) :])
+            errors.add(place, (*above, *there), one.message, hint=one.hint, code=one.code)
+
+
+def _is_misspelt(name: str, meant: str) -> bool:
+    """Whether the two are one word: what is below a key that is only near a field may be of another kind."""
+    return meant in OTHER_WORDS.get(name, ()) or SequenceMatcher(None, name.casefold(), meant).ratio() >= 0.75
+
+
+def _renamed(node: Node, loc: Sequence[int | str], meant: str) -> tuple[Node, bool]:
+    """A copy in which the mapping or list at ``loc`` has the key that was ``meant``; False where that is taken."""
+    match node, loc:
+        case MappingNode(), (str(name),) if meant not in node and isinstance(node.at(name), MappingNode | SequenceNode):
+            renamed = {ScalarNode(meant, key.place) if key == name else key: one for key, one in node.items()}
+            return MappingNode(renamed, node.place), True
+        case MappingNode(), (str(name), _, *_) if (value := node.at(name)) is not None:
+            below, done = _renamed(value, loc[1:], meant)
+            return MappingNode({key: below if key == name else one for key, one in node.items()}, node.place), done
+        case SequenceNode(), (int(index), _, *_):
+            below, done = _renamed(node[index], loc[1:], meant)
+            return SequenceNode([below if i == index else one for i, one in enumerate(node)], node.place), done
+        case _:
+            return node, False
 
 
 def _meant(model: type[Part], loc: tuple[int | str, ...]) -> str:
     """The field that the unknown key at ``loc`` is nearest to; empty for none."""
-    return did_you_mean(str(loc[-1]), _at(model, loc[:-1]).by_name()).removeprefix("did you mean '").removesuffix("'?")
+    name, known = str(loc[-1]), _at(model, loc[:-1]).by_name()
+    if name in OTHER_WORDS:
+        return next((one for one in OTHER_WORDS[name] if one in known), "")
+    return did_you_mean(name, known).removeprefix("did you mean '").removesuffix("'?")
 
 
 def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, above: Path) -> None:
@@ -511,12 +583,18 @@ def _collect(model: type[Part], root: Node, error: Any, errors: ErrorCollector, 
         else:
             inner = {sub: f"{name}.{sub}" for name, (_, field) in known.items() for sub in _names_below(field)}
             message, code = "unknown field", "UNKNOWN_FIELD"
-            meant = next((one for one in OTHER_WORDS.get(name, ()) if one in known or one in inner.values()), "")
-            meant = meant or next(
-                (f"{outer}.NAME.{name}" for outer, (_, field) in known.items() if name in _each(field)), ""
+            words = (name, *OTHER_WORDS.get(name, ()))
+            meant = next((one for one in words[1:] if one in known or one in inner.values()), "") or next(
+                (f"{outer}.NAME.{one}" for one in words for outer, (_, field) in known.items() if one in _each(field)),
+                "",
             )
-            hint = (OTHER_FILES.get(name, "") if len(loc) == 1 and not above else "") or (
-                f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner)
+            top = model.by_name() if len(loc) > 1 and not meant else {}
+            of_all = next((one for one in words if one in top and "roles" in top), "")
+            hint = f"'{of_all}:' is a field of the job, beside 'roles:'" if of_all else ""
+            hint = (
+                hint
+                or (OTHER_FILES.get(name, "") if len(loc) == 1 and not above else "")
+                or (f"did you mean '{meant}'?" if meant else did_you_mean(name, known, inner))
             )
             hint = hint or nearest(name, [*known], "fields")
     elif path[-2:-1] == ("env",) and path[-1] in ("packages", *_PACKAGES):

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -100,7 +101,7 @@ def run(
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
-    spec = _as_given(changes, lambda: _read(body), headers)
+    spec = _as_given(changes, lambda: _read(body, flags), headers)
     plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec.name), headers)
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
@@ -275,10 +276,24 @@ def _only_role(source: str, name: str) -> str:
     return roles[0].name
 
 
-def _read(body: JobText) -> JobSpec:
+def _read(body: JobText, flags: Flags) -> JobSpec:
+    """The job of the file. Where it has mistakes, that of its queue is one, if a service answers."""
     from rota.service.jobfile.reader import read_job
+    from rota.service.offline import queue_fault
 
-    return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+    def of_queue(path: str) -> Finding | None:
+        with suppress(RotaError), _looking(flags) as client:
+            return queue_fault(client, path)
+        return None
+
+    return read_job(body["source"], filename=body["filename"], sets=body["sets"], find_queue=of_queue)
+
+
+def _looking(flags: Flags) -> Client:
+    """A client that waits for no service of this home for long."""
+    from rota.service.client import Client
+
+    return flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S)
 
 
 def _as_given(changes: Mapping[str, str], ask: Callable[[], T], headers: Mapping[str, Problem] | None = None) -> T:
@@ -341,11 +356,10 @@ def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> in
 
 def _missing(flags: Flags, spec: JobSpec) -> Sequence[Finding]:
     """What the job names and the service does not have; nothing where no service of this home answers in time."""
-    from rota.service.client import Client
     from rota.service.offline import missing_names
 
     try:
-        with flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S) as client:
+        with _looking(flags) as client:
             return missing_names(client, spec, named=bool(flags.server))
     except RotaError:
         if flags.server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -100,6 +101,38 @@ def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(alone: N
     with pytest.raises(BadInput, match=f"all 1 in {tmp_path} are damaged"):
         train(checkpoint=tmp_path, steps=3)
     assert [path.name for path in candidates(tmp_path)] == ["step-00000002.1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"plan": "dp"}, "plan: str is neither 'auto' nor a ParallelPlan"),
+        ({"steps": 1.5}, "steps: 1.5 is not a whole number"),
+        ({"resume": "always"}, "resume: 'always' is neither"),
+        ({"optimizer": "adamw"}, "optimizer: str is not a function"),
+        ({"data": [1]}, "data: list is not a function"),
+        ({"build": Gpt(SHAPE)}, "build: Gpt is not a function"),
+        ({"build": lambda: None}, "build: gives NoneType"),
+        ({"build": torch.nn.ReLU}, "build: ReLU has no parameter that is trained"),
+        ({"keep": 0, "checkpoint": "here"}, "keep: 0 is below 1"),
+    ],
+)
+def test_arguments_that_fit_cannot_take_are_refused_by_name(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole: dict[str, Any] = {"build": partial(Gpt, SHAPE), "data": data, "optimizer": SGD, "batch": BATCH, "steps": 1}
+    with pytest.raises(BadInput, match=re.escape(says)):
+        fit(**{**whole, "plan": ALONE, **given})
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(alone: None, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    stepped: list[int] = []
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/self/checkpoints")):
+        with pytest.raises(BadInput, match=f"checkpoint: {folder} cannot be written: "):
+            train(checkpoint=folder, on_step=lambda step, _: stepped.append(step))
+    assert not stepped
 
 
 def test_a_checkpoint_of_a_deeper_model_is_refused(alone: None, tmp_path: Path) -> None:

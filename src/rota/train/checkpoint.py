@@ -42,6 +42,7 @@ NAMED = 6
 """Parameters that an error lists."""
 _FOLDER = re.compile(r"^step-(\d+)\.(\d+)$")
 _DRAFT = ".draft-"
+_PROBE = ".probe-"
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -85,18 +86,25 @@ class Checkpoints:
 
     Methods are collective when there is a process group; they use one of their own, so that a save may run while
     the model trains. One save at a time: the next one waits for it. As a context it is closed at the end.
+    Raises BadInput for a folder in which some rank cannot write, before anything is trained for it.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise BadInput(f"keep: {keep} is below 1, so that no checkpoint would stay")
         self.folder, self.keep = folder, keep
         self._group = own_group()
         self._rank = self._group.rank() if self._group else 0
         self._staged: Tensors = {}
         self._saving: _Save | None = None
-        if self._rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for draft in folder.glob(f"{_DRAFT}*"):
-                shutil.rmtree(draft, ignore_errors=True)
+        try:
+            self._agree(lambda: _remove_drafts(folder))
+            self._gather(lambda: _try_to_write(folder / f"{_PROBE}{self._rank}"))
+        except OSError as error:
+            raise BadInput(
+                f"checkpoint: {folder} cannot be written: {error}",
+                hint="give a folder that all ranks may write, with room for checkpoints",
+            ) from error
 
     def save(self, tensors: Tensors, *, step: int, extra: Json, wait: bool = False) -> None:
         """Copy ``tensors`` (the only part that blocks), then write and commit them in the background.
@@ -207,7 +215,7 @@ class Checkpoints:
     def _write(self, step: int, extra: Json) -> None:
         draft = self.folder / f"{_DRAFT}{step}"
         self._agree(lambda: _fresh(draft))
-        with _as_os_error(f"step {step}"):
+        with _as_os_error(f"{self.folder}: step {step}", self.folder):
             save(
                 self._staged,
                 storage_writer=FileSystemWriter(draft, sync_files=True),
@@ -345,19 +353,36 @@ def commit(folder: Path, draft: Path, *, step: int, files: Mapping[str, FileSum]
 
 
 @contextmanager
-def _as_os_error(what: str) -> Iterator[None]:
-    """torch's CheckpointException is not an Exception: it would pass every ``except Exception`` unseen."""
+def _as_os_error(what: str, written: Path | None = None) -> Iterator[None]:
+    """torch's CheckpointException is not an Exception: it would pass every ``except Exception`` unseen.
+
+    What it says of a full disk is a position in a file: an error of ``written`` has the room that is left there.
+    """
     try:
         yield
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
-        raise OSError(f"{what}: {causes}") from error
+        room = f" ({shutil.disk_usage(written).free / 2**20:.1f} MiB free)" if written else ""
+        raise OSError(f"{what}{room}: {causes}") from error
+
+
+def _remove_drafts(folder: Path) -> None:
+    """Make the folder, without what a save left that did not end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{_DRAFT}*"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _try_to_write(path: Path) -> None:
+    try:
+        path.write_bytes(b"rota")
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _fresh(draft: Path) -> None:
     """An empty draft; those of saves that failed give their room back."""
-    for old in draft.parent.glob(f"{_DRAFT}*"):
-        shutil.rmtree(old, ignore_errors=True)
+    _remove_drafts(draft.parent)
     draft.mkdir()
 
 

@@ -44,7 +44,8 @@ def plan_for_world(model: nn.Module, batch: int) -> ParallelPlan:
     if not isinstance(shape, ModelShape):
         raise BadInput(
             f"plan: {type(model).__name__} has no 'shape', so no plan can be searched",
-            hint="give fit(plan=...) or set model.shape = ModelShape(layers=..., hidden=..., ...)",
+            hint="give fit(plan=...), as data_parallel(layers=, dp=, micro_batch=) of rota.train.plan.model makes, "
+            "or set model.shape = ModelShape(layers=..., hidden=..., ...)",
         )
     box: list[ParallelPlan | Infeasible | None] = [None]
     if dist.get_rank() == 0:

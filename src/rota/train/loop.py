@@ -76,13 +76,14 @@ def fit(
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
     """
+    check_arguments(build, data, optimizer, plan, steps, resume)
     given = None if plan == "auto" else plan
     folder = None if checkpoint is None else Path(checkpoint)
     if folder and resume == "never" and folder.exists() and (kept := candidates(folder)):
         raise BadInput(f"checkpoint: {kept[0]} is there, resume is never", hint="give an empty folder, or resume auto")
     with world(given), ExitStack() as ends:
         torch.manual_seed(seed)
-        model, device = build(), own_device()
+        model, device = built(build), own_device()
         if home_of(model).type == "cpu" and device.type != "cpu":
             model = model if any(one.is_meta for one in model.parameters()) else model.to(device)
         else:
@@ -99,6 +100,36 @@ def fit(
         copies = in_memory(memory, trained) if memory else None
         first = restore(saves, copies, trained)
         return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build`` makes. Raises BadInput when that is not a model with something to train."""
+    model: object = build()
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"build: gives {type(model).__name__}, which is not a torch.nn.Module", hint="return the model")
+    if not any(one.requires_grad for one in model.parameters()):
+        raise BadInput(f"build: {type(model).__name__} has no parameter that is trained", hint="set requires_grad")
+    return model
+
+
+def check_arguments(
+    build: object, data: object, optimizer: object, plan: object, steps: object, resume: object
+) -> None:
+    """Raises BadInput for what ``fit`` would stumble over later, as these are values of untyped scripts."""
+    for name, given, wanted in (
+        ("build", build, "a function that makes the model"),
+        ("data", data, "a function of (step, rows) that gives the batch of those rows"),
+        ("optimizer", optimizer, "a function that makes one from parameters: lambda p: torch.optim.AdamW(p, lr=1e-3)"),
+    ):
+        if not callable(given) or isinstance(given, nn.Module):
+            raise BadInput(f"{name}: {type(given).__name__} is not a function", hint=f"give {wanted}")
+    if plan != "auto" and not isinstance(plan, ParallelPlan):
+        hint = "give rota.train.plan.model.data_parallel(layers=, dp=), or ParallelPlan.from_json(text)"
+        raise BadInput(f"plan: {type(plan).__name__} is neither 'auto' nor a ParallelPlan", hint=hint)
+    if not isinstance(steps, int) or steps < 0:
+        raise BadInput(f"steps: {steps!r} is not a whole number from 0 on")
+    if resume not in ("auto", "never"):
+        raise BadInput(f"resume: {resume!r} is neither 'auto' nor 'never'")
 
 
 def own_device() -> torch.device:
@@ -164,7 +195,8 @@ def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
     try:
         saves.wait()
     except OSError as error:
-        log.error("the last checkpoint was not written, the one before stays: %s", error)
+        kept = "the one before stays" if candidates(saves.folder) else "there is none yet"
+        log.error("the last checkpoint was not written, %s: %s", kept, error)
     saves.save(kept_tensors(trained), step=step, extra=extra_of(trained))
 
 

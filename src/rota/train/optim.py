@@ -160,7 +160,10 @@ def _placed(
             return HostOptimizer(make, list(parameters))
         case "optimizer_nvme":
             if folder is None:
-                raise BadInput("offload = optimizer_nvme: no folder for its files", hint="give offload_folder=")
+                raise BadInput(
+                    "offload = optimizer_nvme: no folder for its files",
+                    hint="give fit(checkpoint=), or parallelize(offload_folder=)",
+                )
             return FileOptimizer(make, list(parameters), folder, FILE_BUDGET_BYTES)
         case _:
             return make(parameters)

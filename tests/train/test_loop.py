@@ -194,6 +194,17 @@ def skip_together(rank: int) -> None:
     assert trained.step(*data(0, trained.rows)).skipped
 
 
+def leave_a_parameter_out(rank: int) -> None:
+    """A trained weight that the loss does not use: no weight is updated with gradients of one rank alone."""
+    model = Gpt(SHAPE)
+    model.register_parameter("spare", torch.nn.Parameter(torch.ones(3)))
+    before = [one.detach().clone() for one in model.parameters()]
+    trained = parallelize(model, data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2), optimizer=SGD)
+    with pytest.raises(BadInput, match="does not depend on spare: gradients were not reduced"):
+        trained.step(*data(0, trained.rows))
+    assert all(torch.equal(one, was) for one, was in zip(model.parameters(), before, strict=True))
+
+
 def give_groups_back(folder: Path, rank: int) -> None:
     groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
     before = len(groups)
@@ -252,6 +263,11 @@ def test_state_of_another_number_of_replicas_is_refused(alone: None, tmp_path: P
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_replicas_skip_a_step_together_though_one_norm_is_not_finite(tmp_path: Path) -> None:
     assert both(tmp_path, skip_together) == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_replicas_refuse_a_loss_that_leaves_a_parameter_out_before_they_are_updated(tmp_path: Path) -> None:
+    assert both(tmp_path, leave_a_parameter_out) == [0, 0]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

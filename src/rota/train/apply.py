@@ -42,6 +42,7 @@ from rota.train.parallel.context_parallel import (
 from rota.train.parallel.data_parallel import (
     DTYPES,
     Buffers,
+    check_reduced,
     mixed,
     only_data,
     replicate_model,
@@ -480,6 +481,8 @@ class Parallel:
                 loss = self._scaled_loss(output, y)
                 loss.backward()
                 self._loss_sum += loss.detach() / self._factor
+        if isinstance(model, DistributedDataParallel):
+            check_reduced(model)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for replicas whose wrapper does not cast."""

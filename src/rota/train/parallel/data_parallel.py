@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from rota.spec.errors import BadInput
 from rota.train.parallel.experts import find_experts
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Layer, ParallelPlan
 
 BUCKET_MIB = 25
+NAMED = 6
+"""Parameters that an error lists."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,6 +51,28 @@ def replicate_model(model: nn.Module, mesh: PlanMesh) -> nn.Module:
         gradient_as_bucket_view=True,
         bucket_cap_mb=BUCKET_MIB,
     )
+
+
+def check_reduced(model: DistributedDataParallel) -> None:
+    """After a backward that reduces gradients: raises BadInput when some were not, with the parameters behind it.
+
+    DDP sends a bucket when all gradients of it are there, and notices only in the next forward pass that one was not
+    sent: the weights would have been updated with gradients of this rank alone.
+    """
+    try:
+        model.reducer._rebuild_buckets()  # what that forward begins with
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [trained[int(index)] for index in listed[1].split() if int(index) < len(trained)] if listed else []
+        of_them = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        raise BadInput(
+            f"mesh.dp: the loss of this step does not depend on {of_them or 'some parameters'}: gradients were not "
+            "reduced, nothing was updated",
+            hint="set requires_grad to False for what is never used; ZeRO 2 or 3 takes what all ranks leave out",
+        ) from error
 
 
 def shard_model(model: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh) -> nn.Module:

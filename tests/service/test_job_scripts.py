@@ -62,10 +62,12 @@ def test_times_are_slurms(text: str, seconds: float) -> None:
 
 def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
     assert problems(
-        "#!/bin/bash\n#SBATCH --array=1-10\n#SBATCH -o out.txt --job-nam=x\n#SBATCH --mem=lots\n#ROTA gpus\n"
+        "#!/bin/bash\n#SBATCH --array=1-10 -C a100\n#SBATCH -o out.txt --job-nam=x\n#SBATCH --mem=lots\n#ROTA gpus\n"
         "#SBATCH --time=soon\nsrun python t.py\n"
     ) == [
         "train.sh:2:9: --array has no meaning here; one job for each value: rota run --sweep task=1..10",
+        "train.sh:2:22: --constraint has no meaning here; ask for the type with the devices: --gres=gpu:A100:1; no "
+        "other feature of a node is asked for",
         "train.sh:3:9: --output has no meaning here; Rota keeps the output: rota logs JOB",
         "train.sh:3:20: --job-nam has no meaning here; did you mean 'job-name'?",
         "train.sh:4:9: --mem: 'lots' is not a size such as 512M or 64G",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from ruamel.yaml import YAML
 from standing import HELLO, Standing, with_service
 from test_cli import own_home, rota, with_cli
 
+from rota.job import core
 from rota.service.cli.verbs import jobs
+from rota.service.cli.verbs.logs import event_text
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput, Conflict, TimedOut
 from rota.spec.states import JobState
@@ -243,3 +246,39 @@ def test_many_are_stopped_only_with_a_yes(tmp_path: Path) -> None:
         assert (nobody.status, "no live job has sweep=8" in nobody.err) == (2, True)
 
     with_cli(tmp_path / "service", test)
+
+
+def test_a_removed_user_has_the_jobs_named_that_run_on_and_local_is_not_removed(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await ask("user", "create", "ann", "--role", "user")
+        token = (await ask("token", "create", "--user", "ann", "--json")).document["token"]
+        head = {"authorization": f"Bearer {token}"}
+        body = {"source": "name: hers\nroles: {m: {run: [sleep, inf]}}\n"}
+        assert (await service.http.post("/api/v1/jobs", json=body, headers=head)).status_code == 201
+        gone = await ask("user", "rm", "ann")
+        assert gone.status == 0
+        assert "ann has 1 job that has not ended (hers-1): they run on; to end them: rota stop JOB" in gone.err
+        refused = await ask("user", "rm", "local")
+        assert refused.status == 2 and "user 'local' cannot be removed: it is who owns the home" in refused.err
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_queues_show_the_cores_in_use(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit("name: cores\nroles: {m: {run: [sleep, inf], replicas: 2, resources: {cpus: 1.5}}}\n")
+        await service.until("cores-1", JobState.ADMITTED)
+        [row] = (await service.get("/queues"))["items"]
+        assert (row["used_gpus"], row["used_cpus"]) == (0, 3)
+        assert "default open 0 3 " in re.sub(" +", " ", (await ask("queues")).out)
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_a_timer_of_a_job_is_named_by_what_it_means() -> None:
+    fired: Any = {"kind": "TimerFired", "at": "2023-11-14T22:24:30Z", "timer": "drain/r0n0/1795770074.835"}
+    assert event_text(fired).endswith("TimerFired timer=drain (the notice of the drained node is over)")
+    texts = "".join(one.read_text() for one in Path(core.__file__).parent.glob("*.py"))
+    kinds = re.findall(r'timer ?= ?f"([a-z-]+)', texts)
+    assert len(kinds) == 10
+    assert all(f"timer={kind} (" in event_text(fired | {"timer": f"{kind}/1"}) for kind in kinds)

@@ -779,6 +779,7 @@ export interface QueueRow {
   run_as: string | null;
   parent: string | null;
   used_gpus: number;
+  used_cpus: number;
   guaranteed_gpus: number | null;
   limit_gpus: number | null;
   borrowed_gpus: number;
@@ -1049,7 +1050,7 @@ export interface UsageMoment {
   waiting: number;
 }
 
-/** One user. `by` is how the caller proved who it is; `jobs` cannot start again without their secrets. */
+/** One user. `by` is how the caller proved who it is; `jobs` cannot start again without their secrets. `live` are the jobs of a removed user that have not ended. */
 export interface UserDocument {
   api: "rota/v1";
   kind: "User";
@@ -1057,6 +1058,7 @@ export interface UserDocument {
   name: string;
   grants: GrantedRole[];
   jobs?: string[];
+  live?: string[];
 }
 
 /** Every user. */

@@ -25,7 +25,7 @@ function LogLink({ job, instance }: { job: string; instance: string }) {
 }
 
 export function Failures({ job, of }: { job: string; of: FailureList }) {
-  if (!of.items.length && !of.end && !of.first && !of.open_losses.length) {
+  if (!of.items.length && !of.end && !of.first && !of.open_losses.length && !of.drains.length) {
     return <p className="card">Nothing has failed. A lost instance shows here with its cause, the level of its recovery and what it cost.</p>;
   }
   return (
@@ -47,6 +47,13 @@ export function Failures({ job, of }: { job: string; of: FailureList }) {
       )}
       {grouped(of.items).map(({ last, times }) => (
         <Recovery key={last.n} job={job} of={last} times={times} ended={!!of.end} />
+      ))}
+      {of.drains.map((one) => (
+        <Card key={`${one.node} ${one.at}`} title={`Drained: ${one.node}`} tone="warn">
+          <p>
+            <When at={one.at} /> {one.text}
+          </p>
+        </Card>
       ))}
       {of.open_losses.map((one) => (
         <Card key={`${one.instance} ${one.epoch}`} title={`Lost: ${one.instance}`} tone="bad">

@@ -65,7 +65,7 @@ export function QueueTree({ queues, gpus }: { queues: QueueRow[]; gpus: number }
             <tr>
               <th scope="col">Queue</th>
               <th scope="col">Devices</th>
-              {["Used", "Guaranteed", "Limit", "Limit per user", "Borrowed", "Weight", "Running", "Waiting", "GPUs requested"].map((name) => (
+              {["Used", "CPUs used", "Guaranteed", "Limit", "Limit per user", "Borrowed", "Weight", "Running", "Waiting", "GPUs requested"].map((name) => (
                 <th key={name} scope="col" className="number">
                   {name}
                 </th>
@@ -86,7 +86,7 @@ export function QueueTree({ queues, gpus }: { queues: QueueRow[]; gpus: number }
                     <QueueBar branch={branch} />
                   </td>
                   {[
-                    number(queue.used_gpus), stated(queue.guaranteed), stated(queue.limit), stated(queue.user_limit),
+                    number(queue.used_gpus), number(queue.used_cpus), stated(queue.guaranteed), stated(queue.limit), stated(queue.user_limit),
                     number(queue.borrowed_gpus), queue.weight, queue.running_jobs, queue.pending_jobs, number(queue.pending_gpus),
                   ].map((value, i) => (
                     <td key={i} className="number">

@@ -33,11 +33,12 @@ REPLACED = {
     "mail-type": "add a webhook for notices of jobs: rota webhook add URL",
     "account": "queues take the place of accounts: -p QUEUE",
     "exclusive": "ask for all devices of a node instead",
+    "constraint": "ask for the type with the devices: --gres=gpu:A100:1; no other feature of a node is asked for",
     "nodelist": "ask for resources, not for nodes by name",
 }
 _SHORT_OPTIONS = {
     "J": "job-name", "p": "partition", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time",
-    "o": "output", "e": "error", "a": "array", "d": "dependency", "A": "account", "w": "nodelist",
+    "C": "constraint", "o": "output", "e": "error", "a": "array", "d": "dependency", "A": "account", "w": "nodelist",
 }  # fmt: skip
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?$")
 

@@ -22,13 +22,17 @@ class UserRow(Closed):
 
 
 class UserDocument(Headed):
-    """One user. ``by`` is how the caller proved who it is; ``jobs`` cannot start again without their secrets."""
+    """One user. ``by`` is how the caller proved who it is; ``jobs`` cannot start again without their secrets.
+
+    ``live`` are the jobs of a removed user that have not ended.
+    """
 
     kind: Literal["User"]
     by: NotRequired[str]
     name: str
     grants: list[GrantedRole]
     jobs: NotRequired[list[str]]
+    live: NotRequired[list[str]]
 
 
 class UserList(Headed):

@@ -217,6 +217,7 @@ class QueueRow(QueueFields):
 
     parent: str | None
     used_gpus: float
+    used_cpus: float
     guaranteed_gpus: float | None
     limit_gpus: float | None
     borrowed_gpus: float

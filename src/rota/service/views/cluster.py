@@ -166,12 +166,13 @@ def queue_tree(installation: Installation) -> QueueTree:
             for one in installation.live.values()
             if one.state.holds_devices and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
         ]
-        used = used_in(installation, queue.path)[0]
+        used, cpus = used_in(installation, queue.path)
         guaranteed = stated(queue.guaranteed, "gpus")
         row = document(
             QueueRow,
             queue,
             used_gpus=used,
+            used_cpus=cpus,
             guaranteed_gpus=guaranteed,
             limit_gpus=stated(queue.limit, "gpus"),
             borrowed_gpus=max(0.0, used - guaranteed) if guaranteed is not None else 0.0,

@@ -11,9 +11,10 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.verbs.formatting import ago_s, clock_time, not_understood
+from rota.service.cli.verbs.formatting import ago_s, clock_time, not_understood, shortened
 from rota.service.models.jobs import JobDocument
 from rota.spec.errors import BadInput, UnknownName
+from rota.spec.resources import counted
 
 
 def user(
@@ -46,6 +47,9 @@ def user(
             kept = [(path, word) for path, word in grants.items() if word != "none"]
             done = client.accounts.put_user(name, kept) if kept else client.accounts.remove_user(name)
     terminal.show(done, lambda term: USERS(term, done))
+    if live := done.get("live"):
+        has = f"{counted(len(live), 'job')} that {'has' if len(live) == 1 else 'have'} not ended"
+        terminal.note(f"{name} has {has} ({shortened(live, 8)}): they run on; to end them: rota stop JOB")
     for job in done.get("jobs", ()):
         terminal.note(f"{job} names secrets that are gone now: it cannot start again")
     return 0

@@ -272,6 +272,7 @@ QUEUES = Table(
         "QUEUE": lambda queue: "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
         "STATE": "state",
         "GPUS": lambda queue: amount(queue["used_gpus"]),
+        "CPUS": lambda queue: amount(queue["used_cpus"]),
         "GUARANTEED": _promise("guaranteed"),
         "LIMIT": _promise("limit"),
         "A USER": _promise("user_limit"),

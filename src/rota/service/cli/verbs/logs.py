@@ -22,6 +22,19 @@ _NOT_SHOWN = frozenset({"kind", "number", "job", "seq", "at", "api", "source", "
 
 _DRAINED = "(the node is drained: the job moves at a commit before that, or waits in its queue then)"
 _STAYS = "(the node is in use again: the job stays)"
+_TIMERS = {
+    "time-limit": "its time limit is over",
+    "diagnose": "the losses so far are judged",
+    "healed": "it ran long enough to count as healed",
+    "drain": "the notice of the drained node is over",
+    "move": "the time to save before it leaves the drained node is over",
+    "backoff": "the pause before the restart is over",
+    "node": "the wait for another node is over",
+    "asks": "the wait for more devices is over",
+    "start": "the start took too long",
+    "grace": "the time to save before its end is over",
+}
+"""What a timer of each kind means when it fires."""
 
 
 def logs(
@@ -167,8 +180,11 @@ def event_text(event: EventRecord) -> str:
         deep = isinstance(value, dict) and any(isinstance(part, dict | list) for part in value.values())
         if name not in _NOT_SHOWN and value not in (None, "", [], {}) and not deep:
             at = clock_time(value) if name.endswith("_at") and isinstance(value, float) else ""
+            value = value.partition("/")[0] if name == "timer" and isinstance(value, str) else value
             text = at or " ".join(_plain(value).split())
             shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    if event["kind"] == "TimerFired" and (meaning := _TIMERS.get(str(event.get("timer")).partition("/")[0])):
+        shown.append(f"({meaning})")
     if event["kind"] == "MoveAsked":
         shown.append(_DRAINED if event.get("due_at") else _STAYS)
     return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()

@@ -129,18 +129,22 @@ async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sen
 async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocument]:
     """Take every role, every token and every secret from a user; the jobs stay, and belong to that name.
 
-    ``jobs`` of the answer have not ended and name secrets: they cannot start again.
+    ``live`` of the answer have not ended, and continue under that name; ``jobs`` of them name secrets: they cannot
+    start again.
     """
     caller.need(UserRole.ADMIN)
+    if name == LOCAL:
+        owner = "it is who owns the home of the service, with all rights and no token to take"
+        raise BadInput(f"user {LOCAL!r} cannot be removed: {owner}", hint="see: rota user ls")
     if name not in app.auth.accounts.users:
         raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
     await _forget_secrets(app, name)  # first: the next of that name must not find them, whatever happens in between
     mine = [one.made.id for one in _valid(app) if one.made.user == name]
     revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
     await app.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
-    live = app.loop.installation.live.values()
-    jobs = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
-    return document(UserDocument, _user(name, {}), jobs=jobs)
+    live = [one for one in app.loop.installation.live.values() if one.submitted.user == name]
+    jobs = [one.id for one in live if one.spec.secrets]
+    return document(UserDocument, _user(name, {}), jobs=jobs, live=[one.id for one in live])
 
 
 @router.get("/tokens")

@@ -194,6 +194,28 @@ def skip_together(rank: int) -> None:
     assert trained.step(*data(0, trained.rows)).skipped
 
 
+def weigh_by_tokens(rank: int) -> None:
+    """One step with padding on replica 0 alone: replicas that do not reduce gradients agree on the same weights."""
+    inputs, targets = data(0, slice(0, BATCH))
+    targets = targets.clone()
+    targets[:2, 3:] = -100
+    plain, losses, weights = (
+        data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2),
+        list[float](),
+        list[torch.Tensor](),
+    )
+    for sync in (Sync(), Sync(mode="local_sgd", H=1), Sync(mode="ps_sync", servers=1)):
+        torch.manual_seed(0)
+        model = Gpt(SHAPE)
+        trained = parallelize(model, replace(plain, sync=sync), optimizer=SGD)
+        losses.append(trained.step(trained.share(inputs), trained.share(targets)).loss)
+        weights.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        dist.barrier()
+        trained.close()
+    assert max(abs(one - losses[0]) for one in losses) <= 1e-6
+    assert max(float((one - weights[0]).abs().max()) for one in weights) <= 1e-6
+
+
 def leave_a_parameter_out(rank: int) -> None:
     """A trained weight that the loss does not use: no weight is updated with gradients of one rank alone."""
     model = Gpt(SHAPE)
@@ -268,6 +290,11 @@ def test_replicas_skip_a_step_together_though_one_norm_is_not_finite(tmp_path: P
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_replicas_refuse_a_loss_that_leaves_a_parameter_out_before_they_are_updated(tmp_path: Path) -> None:
     assert both(tmp_path, leave_a_parameter_out) == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_tokens_count_alike_however_replicas_agree(tmp_path: Path) -> None:
+    assert both(tmp_path, weigh_by_tokens) == [0, 0]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -453,12 +453,11 @@ class Parallel:
         return not isinstance(self._wrapped[0], DistributedDataParallel)
 
     def _count(self, targets: torch.Tensor) -> int:
-        """Real tokens of the global batch; sets the scale of the loss so that reduced gradients are their mean."""
-        count = (targets != IGNORED).sum()
-        local = self.agree is not None and not self.agree.reduces
-        whole = count.clone()
+        """Real tokens of the global batch; sets the scale of the loss so that the mean of the gradients of all replicas
+        is that of all tokens, also where replicas agree otherwise than by reducing gradients."""
+        whole = (targets != IGNORED).sum()
         dist.all_reduce(whole, group=self.mesh.group("data"))
-        self._scale = 1.0 / max(int(count), 1) if local else self._replicas / max(int(whole), 1)
+        self._scale = self._replicas / max(int(whole), 1)
         return int(whole)
 
     def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

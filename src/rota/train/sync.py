@@ -38,7 +38,8 @@ class Synchroniser(ABC):
 
     ``reduces`` True: ``attach`` gets the ``DistributedDataParallel`` and sets its communication hook; gradients are
     means over the replicas when backward ends. ``reduces`` False: ``attach`` gets the bare model, whose gradients are
-    those of this replica's own mean loss, and ``update`` makes the replicas agree.
+    of this replica's tokens, scaled so that their mean over the replicas is that of all tokens; ``update`` makes the
+    replicas agree.
     """
 
     reduces: ClassVar[bool]

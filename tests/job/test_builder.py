@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 import rota
-from rota.job.builder import Group
+from rota.job.builder import Fail, Group, Job, Res
 from rota.job.inspect import import_target
 from rota.job.workload import FLOW
 from rota.service.jobfile.models import job_text
@@ -360,3 +361,33 @@ def test_a_wrong_word_in_python_is_named_with_the_right_one(
     with pytest.raises(BadInput) as refused:
         rota.Job("a", **fields).role("main", run="hostname", **of_role)  # pyright: ignore[reportArgumentType] - wrong on purpose
     assert str(refused.value) == said
+
+
+WRONG: tuple[dict[str, Any], ...] = ({"gpu": 1}, {"cpus": "2"}, {"restart": "never"})
+
+
+def _role(**given: Any) -> None:
+    Job("x").role("w", run=["true"], **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "said", "hint"),
+    [
+        (lambda: Res(**WRONG[0]), "Res has no field 'gpu'", "did you mean 'gpus'?"),
+        (lambda: Res(**WRONG[1]), "cpus='2' is not a number", "write cpus=2"),
+        (lambda: Fail(**WRONG[2]), "restart='never' is not one of process, ", "limit='0/10m', then=[]"),
+        (lambda: _role(resources={"cpus": "2"}), "role 'w': resources: cpus='2' is not a number", ""),
+        (lambda: _role(fail={"same": "x"}), "role 'w': fail: same='x' is not a whole number", ""),
+        (lambda: _role(env={"A": 1}), "role 'w': env A=1 is not text", "write 'A': '1'"),
+        (lambda: _role(gpus=1), "role 'w' has no field 'gpus'", "write resources={'gpus': 1}"),
+        (lambda: _role(setup=3), "role 'w': setup=3 is not text", ""),
+        (lambda: Job("x", time_limit_s="10m"), "a job: time_limit_s='10m' is not a number", "write time_limit='10m'"),
+        (lambda: Job("x", gpus=1), "gpus is a field of a role", "write job.role(NAME, resources={'gpus': 1})"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_where_it_is_given_by_role_and_field(
+    make: Callable[[], object], said: str, hint: str
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        make()
+    assert said in str(refused.value) and hint in str(refused.value)

@@ -20,12 +20,15 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Never, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rota.job.inspect import not_while_imported
 from rota.job.workload import FLOW, F, interface_of
+from rota.spec import codec
 from rota.spec import job as model
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput, nearest
@@ -34,6 +37,7 @@ from rota.spec.resources import Limits as SpecLimits
 from rota.spec.resources import Res as SpecRes
 from rota.spec.resources import parse_duration, parse_size
 
+P = TypeVar("P")
 Replicas = int | tuple[int, int]
 
 _SECONDS = {"time_limit": "time_limit_s", "idle_limit": "idle_limit_s", "grace": "grace_s"}
@@ -54,6 +58,7 @@ _ALSO = {"replicas": "n", "resources": "res"}
 """Field of a role in a job file to the argument that is the same."""
 _SEVERAL = ("packages", "ports", "secrets", "start_after")
 _FAIL = frozenset(one.name for one in fields(model.Fail)) - {"limit_n", "limit_window_s", "progress_s", "backoff_s"}
+_RESOURCES = frozenset(("cpus", "gpus", "gpu_type", "memory"))
 _FAIL_WORDS = ("limit", "progress", "backoff")
 
 
@@ -72,6 +77,9 @@ def _job_fields(given: Mapping[str, Any]) -> dict[str, Any]:
             raise BadInput(f"{name} of a job are declared one by one in Python", hint=f"use {_BY_CALL[name]}")
         if name in {*_ROLE, *_ALSO} - _JOB:
             raise BadInput(f"{name} is a field of a role, not of a job", hint=f"write job.role(NAME, {name}=...)")
+        if name in _RESOURCES:
+            hint = f"write job.role(NAME, resources={{{name!r}: {given[name]!r}}})"
+            raise BadInput(f"{name} is a field of a role, not of a job", hint=hint)
     _known("a job", given, _JOB | set(_SECONDS))
     made: dict[str, Any] = {}
     for name, value in given.items():
@@ -106,9 +114,9 @@ def _part(role: str, field: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         hint = "a role, its name, or a mapping" if made is model.Near else f"a mapping, or {made.__name__}(...)"
         raise BadInput(f"{before}={value!r}", hint=hint)
-    names = inspect.signature(make).parameters
+    names = {name: one for name, one in inspect.signature(make).parameters.items() if one.kind is one.KEYWORD_ONLY}
     _known(of, value, {*_FAIL, *_FAIL_WORDS} if make is Fail else names)
-    required = (name for name, one in names.items() if one.default is one.empty and one.kind is one.KEYWORD_ONLY)
+    required = (name for name, one in names.items() if one.default is one.empty)
     if missing := [name for name in required if name not in value]:
         raise BadInput(f"{before} needs {', '.join(missing)}")
     try:
@@ -147,14 +155,64 @@ def _all_near(role: str, field: str, value: Any) -> tuple[model.Near, ...]:
     return tuple(_part(role, field, one) for one in entries)
 
 
-def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
-    """Resources of one instance; ``memory`` has a unit (``"2GiB"``). Raises ValueError for a bare number."""
-    return SpecRes(cpus=cpus, gpus=gpus, gpu_type=gpu_type, memory_bytes=parse_size(str(memory)))
+def _of_type(part: P, what: str = "") -> P:
+    """The part, if each of its fields is of its type. Raises BadInput, which names field, value and rule."""
+    for name, kind in get_type_hints(type(part)).items():
+        value = getattr(part, name)
+        try:
+            codec.from_json_value(kind, codec.to_json_value(value))
+        except (TypeError, ValueError):
+            pairs = [pair for pair in value if not isinstance(pair[1], str)] if name == "env" else []
+            if pairs:
+                (key, wrong), *_ = pairs
+                raise BadInput(
+                    f"{what}env {key}={wrong!r} is not text", hint=f"write {key!r}: {str(wrong)!r}"
+                ) from None
+            raise BadInput(f"{what}{name}={value!r} is not {_expected(kind)}", hint=_better(name, value)) from None
+    return part
 
 
-def Limits(*, processes: int = 0, files: int = 0, disk: str = "0B") -> SpecLimits:
-    """What one instance may use at most; 0: no limit; ``disk`` has a unit. Raises ValueError for a bare number."""
-    return SpecLimits(processes=processes, files=files, disk_bytes=parse_size(str(disk)))
+def _expected(kind: Any) -> str:
+    """A type in words."""
+    parts = [one for one in get_args(kind) if one is not type(None)]
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if get_origin(kind) in (tuple, list):
+        return f"a list, each {_expected(parts[0])}"
+    if parts and get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_expected, parts))
+    return {float: "a number", int: "a whole number", str: "text", bool: "True or False"}.get(kind, str(kind))
+
+
+def _better(name: str, value: object) -> str:
+    """What to write in place of a text for a number."""
+    if name == "restart" and value in ("never", "no"):
+        return "for never write limit='0/10m', then=[]"
+    if not isinstance(value, str):
+        return ""
+    with suppress(ValueError):
+        float(value)
+        return f"write {name}={value}"
+    with suppress(ValueError):
+        return f"write {name.removesuffix('_s')}={value!r}" if name.endswith("_s") and parse_duration(value) else ""
+    return ""
+
+
+def Res(
+    *, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B", **wrong: Never
+) -> SpecRes:
+    """Resources of one instance; ``memory`` has a unit (``"2GiB"``).
+
+    Raises ValueError for a bare number, BadInput for a value of another type and for what there is not.
+    """
+    _known("Res", wrong, _RESOURCES)
+    return _of_type(SpecRes(cpus=cpus, gpus=gpus, gpu_type=gpu_type, memory_bytes=parse_size(str(memory))))
+
+
+def Limits(*, processes: int = 0, files: int = 0, disk: str = "0B", **wrong: Never) -> SpecLimits:
+    """What one instance may use at most; 0: no limit; ``disk`` has a unit. Raises as ``Res`` does."""
+    _known("Limits", wrong, ("processes", "files", "disk"))
+    return _of_type(SpecLimits(processes=processes, files=files, disk_bytes=parse_size(str(disk))))
 
 
 def Fail(
@@ -175,16 +233,17 @@ def Fail(
     count, sep, window = str(limit).partition("/")
     if not sep or not count.strip().isdigit():
         raise BadInput(f"limit {limit!r} is not N/WINDOW, for example 3/10m")
-    return model.Fail(
+    made = model.Fail(
         restart=restart,
         limit_n=int(count),
         limit_window_s=parse_duration(window),
-        then=_listed("then", then),  # pyright: ignore[reportArgumentType] - checked by the service
-        state=_listed("state", state),  # pyright: ignore[reportArgumentType] - checked by the service
+        then=_listed("then", then),  # pyright: ignore[reportArgumentType] - checked below
+        state=_listed("state", state),  # pyright: ignore[reportArgumentType] - checked below
         progress_s=parse_duration(str(progress)),
         backoff_s=parse_duration(str(backoff)),
         **more,
     )
+    return _of_type(made)
 
 
 def _listed(field: str, value: str | Sequence[str]) -> tuple[str, ...]:
@@ -308,7 +367,7 @@ class Job:
         given = fields.pop("after", ())
         after = [given] if isinstance(given, str) or hasattr(given, "id") else given
         self.backend = backend
-        self._spec = model.JobSpec(name=name, roles=(), after=tuple(map(_after, after)), **fields)
+        self._spec = _of_type(model.JobSpec(name=name, roles=(), after=tuple(map(_after, after)), **fields), "a job: ")
 
     def __repr__(self) -> str:
         roles = ", ".join(f"{one.name} x{one.replicas_min}" for one in self._spec.roles)
@@ -348,6 +407,9 @@ class Job:
         n = _replicas(name, word, fields.pop("replicas", n)) if word == "replicas" or n is not None else None
         res = _part(name, "resources", fields.pop("resources", res))
         contract = _part(name, "fail", fail)
+        for word in fields.keys() & _RESOURCES:
+            hint = f"write resources={{{word!r}: {fields[word]!r}}}"
+            raise BadInput(f"role {name!r} has no field {word!r}", hint=hint)
         _known(f"role {name!r}", fields, {*_ROLE, *_ALSO})
         for word in ("limits", "model"):
             if word in fields:
@@ -383,7 +445,9 @@ class Job:
                 **fields,
             },
         )
-        self._spec = replace(self._spec, roles=(*self._spec.roles, spec))
+        _of_type(spec.res, f"role {name!r}: resources: ")
+        _of_type(spec.fail, f"role {name!r}: fail: ")
+        self._spec = replace(self._spec, roles=(*self._spec.roles, _of_type(spec, f"role {name!r}: ")))
         return Role(spec)
 
     def loop(self, function: F) -> F:

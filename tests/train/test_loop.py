@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rota.spec.errors import BadInput
 from rota.train import checkpoint
-from rota.train.apply import StepResult, parallelize
+from rota.train.apply import StepResult, cross_entropy_sum, parallelize
 from rota.train.checkpoint import MANIFEST, Checkpoints, candidates
 from rota.train.loop import Agreement, fit, own_device, world
 from rota.train.models.gpt import Gpt
@@ -216,6 +216,44 @@ def weigh_by_tokens(rank: int) -> None:
     assert max(float((one - weights[0]).abs().max()) for one in weights) <= 1e-6
 
 
+class Drawing(Gpt):
+    """Draws in each forward pass, as dropout does."""
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids_BT) * (1 + 0.1 * torch.rand(1))
+
+
+def draw_by_step(folder: Path, rank: int) -> None:
+    """What a step draws, in the model and in ``data``, is the same after a stop, and the model's differs by replica."""
+    plan, found = data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2), list[list[float]]()
+
+    def drawn(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, SHAPE.vocab, (2, SHAPE.seq))  # both replicas have these rows
+        found[-1].append(float(ids.sum()))
+        return ids, ids
+
+    def run(steps: int, where: Path) -> list[float]:
+        found.append([])
+        fit(
+            partial(Drawing, SHAPE), drawn, optimizer=SGD, batch=BATCH, plan=plan, steps=steps, checkpoint=where,
+            loss=note,
+        )  # fmt: skip
+        return found[-1]
+
+    def note(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        summed = cross_entropy_sum(output, targets)
+        if output.requires_grad:
+            found[-1].append(float(summed))
+        return summed
+
+    whole = run(4, folder / "whole")
+    assert whole == run(2, folder / "parts") + run(4, folder / "parts")
+    of_all: list[list[float]] = [[], []]
+    dist.all_gather_object(of_all, whole)
+    assert of_all[0][::2] == of_all[1][::2]
+    assert of_all[0][1] != of_all[1][1]
+
+
 def leave_a_parameter_out(rank: int) -> None:
     """A trained weight that the loss does not use: no weight is updated with gradients of one rank alone."""
     model = Gpt(SHAPE)
@@ -290,6 +328,11 @@ def test_replicas_skip_a_step_together_though_one_norm_is_not_finite(tmp_path: P
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_replicas_refuse_a_loss_that_leaves_a_parameter_out_before_they_are_updated(tmp_path: Path) -> None:
     assert both(tmp_path, leave_a_parameter_out) == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_draws_of_a_step_survive_a_stop_and_differ_between_replicas(tmp_path: Path) -> None:
+    assert both(tmp_path, partial(draw_by_step, tmp_path)) == [0, 0]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -277,6 +277,12 @@ class Parallel:
         """Sequences that this rank sees in one step."""
         return self.plan.micro_batch * self.plan.micro_batches
 
+    @property
+    def draws(self) -> int:
+        """Equal on ranks that must draw the same, as those of a tensor group, and on no others."""
+        degrees = self.plan.mesh
+        return (self.mesh.data_index * degrees.cp + self.mesh.index("cp")) * degrees.pp + self.mesh.index("pp")
+
     @overload
     def share(self, batch: torch.Tensor) -> torch.Tensor: ...
 

@@ -25,10 +25,12 @@ from rota.train import shm
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, home_of, parallelize
 from rota.train.batch import Inputs
 from rota.train.checkpoint import Checkpoints, MemoryCheckpoints, candidates, own_group
+from rota.train.data import mix
 from rota.train.local_hardware import plan_for_world
 from rota.train.optim import OPTIONS, MakeOptimizer, PerParameter, restore_settings, settings
 from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss, Parts
+from rota.train.parallel.tensor_parallel import Rules
 from rota.train.plan.hardware import Json
 from rota.train.plan.model import ParallelPlan
 from rota.train.ps.table import State as SyncState
@@ -56,6 +58,8 @@ def fit(
     per_parameter: PerParameter | None = None,
     loss: Loss = cross_entropy_sum,
     parts: Parts | None = None,
+    rules: Rules | None = None,
+    example: Inputs | None = None,
     clip_norm: float | None = None,
     rate: Callable[[int], float] | None = None,
     checkpoint: Path | str | None = None,
@@ -72,7 +76,9 @@ def fit(
     that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor store of this machine:
     state copied there survives the processes and is preferred when it is as new and of the same plan. A model that
     ``build`` makes on the CPU is trained on this rank's GPU, where there is one and the process group speaks NCCL.
-    ``rate(step)`` gives the learning rate, ``per_parameter`` what differs by name, as in ``parallelize``.
+    ``rate(step)`` gives the learning rate, ``per_parameter`` what differs by name, as in ``parallelize``; so do
+    ``rules`` and ``example``, rows of a batch for a model whose cut must be proved and whose inputs cannot be made up.
+    What torch draws in a step, as dropout, depends on seed, step and replica.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
     """
@@ -92,14 +98,14 @@ def fit(
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
         trained = parallelize(
-            model, plan, optimizer=optimizer, per_parameter=per_parameter, loss=loss, parts=parts, clip_norm=clip_norm,
-            device=device, offload_folder=folder,
+            model, plan, optimizer=optimizer, per_parameter=per_parameter, loss=loss, parts=parts, rules=rules,
+            example=example, clip_norm=clip_norm, device=device, offload_folder=folder,
         )  # fmt: skip
         ends.enter_context(closing(trained))
         saves = ends.enter_context(Checkpoints(folder, keep=keep)) if folder else None
         copies = in_memory(memory, trained) if memory else None
         first = restore(saves, copies, trained)
-        return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
+        return _run(trained, data, saves, copies, first, steps, seed, rate, save_every_s, on_step)
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -155,6 +161,7 @@ def _run(
     copies: MemoryCheckpoints | None,
     first: int,
     steps: int,
+    seed: int,
     rate: Callable[[int], float] | None,
     save_every_s: float | None,
     on_step: Callable[[int, StepResult], None] | None,
@@ -167,7 +174,10 @@ def _run(
         while step < steps:
             if rate is not None:
                 set_rate(trained.optimizer, rate(step))
-            result = trained.step(data(step, trained.rows))
+            torch.manual_seed(seed_of(seed, step))
+            batch = data(step, trained.rows)
+            torch.manual_seed(seed_of(seed, step, 1 + trained.draws))
+            result = trained.step(batch)
             step += 1
             skipped = skipped + 1 if result.skipped else 0
             if skipped >= SKIPPED_MAX:
@@ -188,6 +198,14 @@ def _run(
     if saves is not None:
         saves.wait()
     return step
+
+
+def seed_of(seed: int, step: int, stream: int = 0) -> int:
+    """Of what a step draws: stream 0 is ``data`` on all ranks, the others are dropout of ranks with different values.
+
+    A run that continues draws what one without a stop would have drawn.
+    """
+    return mix(seed ^ mix(step ^ mix(stream)))
 
 
 def save(saves: Checkpoints, trained: Parallel, step: int) -> None:

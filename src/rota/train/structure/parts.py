@@ -20,7 +20,7 @@ from rota.train.structure.stages import cut_stage
 LARGE = 0.2
 """A list of layers with less than this share of the parameters of the largest one is part of something else."""
 ROWS, SEQ = 2, 8
-NEEDS_EXAMPLE = "give one batch: parallelize(..., example=batch), a tensor or a mapping of what forward takes"
+NEEDS_EXAMPLE = "give one batch to fit or parallelize: example=batch, a tensor or a mapping of what forward takes"
 
 
 @dataclass(slots=True)

@@ -53,6 +53,8 @@ _GIVEN = tuple(f"--{name}-port={port}" for name, port in _PORTS.items())
 RAY_START = (sys.executable, "-c", _RAY_START, "start", "--disable-usage-stats", *_GIVEN)
 """``ray start`` whose raylet has the ports of its agents: for one that an agent chooses it waits 15 s, and aborts."""
 _ROTA = (sys.executable, "-m", "rota")
+_WAIT = "import json, sys, rota; print(json.dumps(rota.Client().wait(sys.argv[1], timeout_s=float(sys.argv[2]))))"
+"""One process that waits: a command of each look took half a processor from what was waited for."""
 
 
 @dataclass
@@ -132,7 +134,7 @@ class Site:
         deadline = time.monotonic() + LIMIT_S
         while (seen := look()) != wanted:
             assert time.monotonic() < deadline, seen
-            time.sleep(0.3)
+            time.sleep(1.0)  # a look is a command: a third of a second of a core
 
     def healthy(self) -> None:
         """Wait until each machine is a healthy node."""
@@ -154,13 +156,9 @@ class Site:
 
     def ended(self, job: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
         """Wait for the end of a job; its document."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            document: dict[str, Any] = self.json("show", job)
-            if document["state"] in ("SUCCEEDED", "FAILED", "CANCELLED"):
-                return document
-            assert time.monotonic() < deadline, document
-            time.sleep(0.5)
+        argv = (sys.executable, "-c", _WAIT, job, str(limit_s))
+        document: dict[str, Any] = json.loads(self.head.run(*argv, env=self.environ, timeout_s=limit_s + LIMIT_S))
+        return document
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ import psutil
 import pytest
 from tests.real.jobs import deep
 
+from rota.runtime.environ import Home
+from rota.service.client import Client
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 240.0
@@ -52,6 +55,11 @@ class Installation:
             timeout=timeout_s,
             check=False,
         )
+
+    def client(self) -> Client:
+        """Asks what a command would, at a hundredth of its processor time."""
+        record = json.loads(Home.of(self.home).service_record.read_text())
+        return Client(record["url"], Home.of(self.home).token.read_text().strip())
 
     def processes(self) -> list[psutil.Process]:
         """Every process that was started with this home in its environment, this test's own apart."""

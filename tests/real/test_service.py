@@ -102,7 +102,7 @@ class Installation:
             if wanted(document):
                 return document
             assert document["state"] not in ("FAILED", "CANCELLED"), document["error"]
-            time.sleep(0.03)
+            time.sleep(0.1)
         raise AssertionError(f"{job}: not {what} within {LIMIT_S} s, but {document}")
 
     def running(self, job: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,13 +10,16 @@ import signal
 import struct
 import termios
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.real.test_cli_real import LIMIT_S, Installation, OnTerminal, installation
+from tests.real.test_cli_real import LIMIT_S, Installation, OnTerminal
 
-__all__ = ["installation"]
+from rota.spec.errors import RotaError
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HELD = """\
@@ -27,20 +31,44 @@ roles:
 """
 
 
-def hold(installation: Installation) -> None:
-    (installation.folder / "job.yaml").write_text(HELD)
-    assert installation.rota("run", "job.yaml", "-d").returncode == 0
-    wait_for(installation, "held-1", "RUNNING")
-
-
 def wait_for(installation: Installation, job: str, state: str) -> dict[str, object]:
-    until = time.monotonic() + LIMIT_S
-    while True:
-        shown = json.loads(installation.rota("show", job, "--json").stdout or "{}")
-        if shown.get("state") == state:
-            return shown
-        assert time.monotonic() < until and shown.get("state") not in ("FAILED", "CANCELLED"), shown
-        time.sleep(0.2)
+    until, shown = time.monotonic() + LIMIT_S, dict[str, object]()
+    with installation.client() as client:
+        while shown.get("state") != state:
+            assert time.monotonic() < until and shown.get("state") not in ("FAILED", "CANCELLED"), shown
+            time.sleep(0.2)
+            with contextlib.suppress(RotaError):  # a service that was killed is back soon
+                shown = dict(client.job(job))
+    return shown
+
+
+Homes = Callable[[], AbstractContextManager[Path]]
+
+
+@pytest.fixture(scope="module")
+def held(short_home: Homes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    """An installation with a job that runs until the end of these tests."""
+    with short_home() as home:
+        made = Installation(home, tmp_path_factory.mktemp("held"))
+        try:
+            (made.folder / "job.yaml").write_text(HELD)
+            assert made.rota("run", "job.yaml", "-d").returncode == 0
+            wait_for(made, "held-1", "RUNNING")
+            yield made
+        finally:
+            made.rota("down", "--force")
+
+
+@pytest.fixture(scope="module")
+def two_devices(short_home: Homes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    """An installation of two pretended devices."""
+    with short_home() as home:
+        made = Installation(home, tmp_path_factory.mktemp("two"))
+        try:
+            assert made.rota("up", "--pretend", "1x1x2").returncode == 0
+            yield made
+        finally:
+            made.rota("down", "--force")
 
 
 def typed(terminal: OnTerminal, text: str) -> None:
@@ -61,11 +89,8 @@ def gone(pid: int, within_s: float) -> float:
     return time.monotonic() - began
 
 
-def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_program(
-    installation: Installation,
-) -> None:
-    hold(installation)
-    shell = OnTerminal(installation, "exec", "-it", "held-1", "--", "sh")
+def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_program(held: Installation) -> None:
+    shell = OnTerminal(held, "exec", "-it", "held-1", "--", "sh")
     shell.until(r"[$#] ")
     typed(shell, "echo at $ROTA_INSTANCE $FLAVOUR $TERM; tty; test -t 0 && test -t 1 && echo a-tty\n")
     shell.until(r"at main/0 plum xterm\r\n/dev/pts/\d+\r\na-tty")
@@ -83,30 +108,28 @@ def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_pr
     assert shell.text.count("x") >= 300_000
     typed(shell, "exit 7\n")
     assert shell.end() == 7
-    audit = json.loads(installation.rota("audit", "--json").stdout)["items"]
+    audit = json.loads(held.rota("audit", "--json").stdout)["items"]
     lines = [one for one in audit if one["path"].endswith(":terminal")]
     assert [(one["instance"], one["command"], one["status"]) for one in lines] == [("main/0", "sh", 201)]
     assert not [one for one in audit if "/terminals/" in one["path"]]  # what is typed is not in the audit
 
 
-def test_exec_on_a_terminal_takes_its_input_from_a_pipe_and_names_what_is_wrong(installation: Installation) -> None:
-    hold(installation)
-    done = installation.rota("exec", "-it", "held-1/main/0", "--", "sh", stdin="echo sum=$((40+2))\n")
+def test_exec_on_a_terminal_takes_its_input_from_a_pipe_and_names_what_is_wrong(held: Installation) -> None:
+    done = held.rota("exec", "-it", "held-1/main/0", "--", "sh", stdin="echo sum=$((40+2))\n")
     assert (done.returncode, "sum=42" in done.stdout) == (0, True), done
-    missing = installation.rota("exec", "-it", "held-1", "--", "no-such-program")
+    missing = held.rota("exec", "-it", "held-1", "--", "no-such-program")
     assert (missing.returncode, "no-such-program: No such file" in missing.stdout) == (127, True), missing
-    unknown = installation.rota("exec", "-it", "held-1/nope/0")
+    unknown = held.rota("exec", "-it", "held-1/nope/0")
     assert (unknown.returncode, "no role 'nope'" in unknown.stderr) == (125, True), unknown
-    assert installation.rota("exec", "held-1", "main", "--", "echo", "plain").stdout == "plain\n"
+    assert held.rota("exec", "held-1", "main", "--", "echo", "plain").stdout == "plain\n"
 
 
-def test_a_terminal_outlives_the_service_and_ends_soon_after_its_user_is_killed(installation: Installation) -> None:
-    hold(installation)
-    shell = OnTerminal(installation, "exec", "-it", "held-1", "--", "sh")
+def test_a_terminal_outlives_the_service_and_ends_soon_after_its_user_is_killed(held: Installation) -> None:
+    shell = OnTerminal(held, "exec", "-it", "held-1", "--", "sh")
     shell.until(r"[$#] ")
     typed(shell, "echo pid=$$.\n")
     pid = int(shell.until(r"pid=(\d+)\.").rpartition("pid=")[2].partition(".")[0])
-    service = json.loads(installation.rota("status", "--json").stdout)["pid"]
+    service = json.loads(held.rota("status", "--json").stdout)["pid"]
     os.kill(service, signal.SIGKILL)
     time.sleep(1.0)
     typed(shell, "echo still-$((20+1))\n")
@@ -115,43 +138,39 @@ def test_a_terminal_outlives_the_service_and_ends_soon_after_its_user_is_killed(
     os.kill(shell.pid, signal.SIGKILL)
     shell.end()
     assert gone(pid, 60) < 45
-    assert wait_for(installation, "held-1", "RUNNING")
+    assert wait_for(held, "held-1", "RUNNING")
 
 
-def test_a_shell_is_a_job_that_waits_in_its_queue_and_ends_with_the_shell(
-    installation: Installation, tmp_path: Path
-) -> None:
-    assert installation.rota("up", "--pretend", "1x1x2").returncode == 0
-    first = installation.rota(
+def test_a_shell_is_a_job_that_waits_in_its_queue_and_ends_with_the_shell(two_devices: Installation) -> None:
+    first = two_devices.rota(
         "run", "-d", "-n", "before", "--gpus", "2", "--", "sh", "-c", "while ! test -e GATE; do sleep 0.1; done"
     )
     assert first.returncode == 0, first.stderr
-    wait_for(installation, "before-1", "RUNNING")
-    shell = OnTerminal(installation, "run", "--shell", "--gpus", "1", "-e", "FLAVOUR=plum", "--", "sh")
+    wait_for(two_devices, "before-1", "RUNNING")
+    shell = OnTerminal(two_devices, "run", "--shell", "--gpus", "1", "-e", "FLAVOUR=plum", "--", "sh")
     shell.until(r"shell-1 QUEUED")  # the live line
     assert "[$#] " not in shell.text
-    (installation.folder / "GATE").touch()
+    (two_devices.folder / "GATE").touch()
     shell.until(r"[$#] $")
     typed(shell, "echo $ROTA_JOB $FLAVOUR devices=$CUDA_VISIBLE_DEVICES.\n")
     shell.until(r"shell-1 plum devices=")
     typed(shell, "exit 3\n")
     assert shell.end() == 3
-    shown = wait_for(installation, "shell-1", "SUCCEEDED")
+    shown = wait_for(two_devices, "shell-1", "SUCCEEDED")
     assert shown["restarts"] == 0
 
 
-def test_the_job_of_a_shell_ends_when_its_user_is_killed_or_leaves_while_it_waits(installation: Installation) -> None:
-    assert installation.rota("up", "--pretend", "1x1x2").returncode == 0
-    killed = OnTerminal(installation, "run", "--shell", "-n", "killed", "--", "sh")
+def test_the_job_of_a_shell_ends_when_its_user_is_killed_or_leaves_while_it_waits(two_devices: Installation) -> None:
+    killed = OnTerminal(two_devices, "run", "--shell", "-n", "killed", "--", "sh")
     killed.until(r"[$#] $")
     os.kill(killed.pid, signal.SIGKILL)
     killed.end()
-    wait_for(installation, "killed-1", "SUCCEEDED")
-    first = installation.rota("run", "-d", "-n", "before", "--gpus", "2", "--", "sleep", "600")
+    first = two_devices.rota("run", "-d", "-n", "before", "--gpus", "2", "--", "sleep", "600")
     assert first.returncode == 0, first.stderr
-    left = OnTerminal(installation, "run", "--shell", "-n", "left", "--gpus", "1")
+    left = OnTerminal(two_devices, "run", "--shell", "-n", "left", "--gpus", "1")
     left.until(r"left-1 QUEUED")
     os.kill(left.pid, signal.SIGINT)
     assert left.end() == 130
-    shown = json.loads(installation.rota("show", "left-1", "--json").stdout)
+    shown = json.loads(two_devices.rota("show", "left-1", "--json").stdout)
     assert shown["state"] == "CANCELLED"
+    wait_for(two_devices, "killed-1", "SUCCEEDED")

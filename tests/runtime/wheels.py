@@ -6,13 +6,13 @@ import zipfile
 from pathlib import Path
 
 
-def make_wheel(folder: Path, name: str, version: str = "1.0", *, needs: str = "") -> Path:
-    """A wheel of one module that has ``VERSION``; ``needs`` is a requirement of its own."""
+def make_wheel(folder: Path, name: str, version: str = "1.0", *, needs: str = "", code: str = "") -> Path:
+    """A wheel of one module that has ``VERSION`` and ``code``; ``needs`` is a requirement of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     requires = f"Requires-Dist: {needs}\n" if needs else ""
     files = {
-        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{name}.py": f"VERSION = {version!r}\n{code}",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: rota\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }

@@ -26,7 +26,7 @@ from rota.job.core.machine import fold, initial
 from rota.job.inspect import inspect_workload
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.interface import INSTALL_SCOPE, Record, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.launcher import Handle
 from rota.runtime.probe import probe_process
@@ -60,20 +60,27 @@ class Run:
     spec: JobSpec
     master: Handle | None = None
     attempts: int = field(default=0)
+    _records: list[Record] = field(default_factory=list[Record])
+    _contexts: list[JobContext] = field(default_factory=list[JobContext])
 
     @property
     def output(self) -> Path:
         return self.home.job(self.job).output
 
+    def records(self) -> list[Record]:
+        """The log of the job so far; a test looks thirty times a second, so only what is new is read."""
+        self._records += self.log.read(job=self.job, after=self._records[-1].number if self._records else 0)
+        return self._records
+
     def events(self, *kinds: type) -> list[Any]:
-        records = self.log.read(job=self.job)
-        return [one.event for one in records if not kinds or isinstance(one.event, kinds)]
+        return [one.event for one in self.records() if not kinds or isinstance(one.event, kinds)]
 
     def contexts(self) -> list[JobContext]:
         """The context after each record."""
-        found = [initial(self.job)]
-        for record in self.log.read(job=self.job):
+        found = self._contexts or [initial(self.job)]
+        for record in self.records()[len(found) - 1 :]:
             found.append(fold(found[-1], record))
+        self._contexts = found
         return found
 
     def context(self) -> JobContext:
@@ -145,7 +152,7 @@ class Run:
         return "\n".join(found)[-20_000:]
 
     def story(self) -> str:
-        lines = [f"{one.seq:4} {one.at:.3f} {one.event}"[:600] for one in self.log.read(job=self.job)]
+        lines = [f"{one.seq:4} {one.at:.3f} {one.event}"[:600] for one in self.records()]
         logs = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.home.job(self.job).logs.glob("*.log")]
         return "\n".join(lines[2:] + logs)
 

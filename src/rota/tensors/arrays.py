@@ -148,14 +148,19 @@ def _torch_source(value: Tensor, *, device: bool = False) -> TensorSource:
         or value.is_nested
     ):
         layout = str(value.layout).removeprefix("torch.")
-        raise errors.UnsupportedTensor(f"a {layout} tensor of {dtype} cannot be shared", dtype=dtype, layout=layout)
+        kind = "meta" if value.is_meta else "nested" if value.is_nested else layout
+        hint = "it has no values: give it some first" if value.is_meta else ""
+        raise errors.UnsupportedTensor(
+            f"a {kind} tensor of {dtype} cannot be shared", hint=hint, dtype=dtype, layout=layout
+        )
     plain = value.detach()
     if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard
         plain = plain.to_local()
     plain = (plain if device else plain.cpu()).contiguous()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    row = plain.reshape(-1).as_strided((plain.numel(),), (1,))  # one element is contiguous with any stride
+    flat = row.view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
     return TensorSource(dtype, tuple(plain.shape), flat if device else flat.numpy())
 
 

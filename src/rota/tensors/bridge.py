@@ -8,6 +8,7 @@ ends ``ttl_s`` after its last command: a client that died needs no other sign. E
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ _HELD_MAX: Final = 4096
 _POLL_S: Final = 0.25
 _REPLY_S: Final = 60
 _AWAY_S_MAX: Final = 60.0
+_QUIET_S: Final = 5.0
+
+log = logging.getLogger(__name__)
 
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,64}$")]
 
@@ -97,6 +101,7 @@ class Bridge:
         prefixes = [f"{{{plane.namespace}}}:", *([""] if plane.namespace == DEFAULT_NAMESPACE else [])]
         self.lists = [f"{prefix}tensor:cmd" for prefix in prefixes]
         self.done = self.refused = 0
+        self._quiet_until_s = 0.0
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Serve until ``stop`` is set. Raises RegistryUnavailable when the registry stays away for a minute."""
@@ -145,12 +150,14 @@ class Bridge:
             self.done += 1
             return reply_id, {"ok": True, **reply}
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            refusal: RotaError = BadInput(text)
+            refusal: RotaError = _fault(error)
         except RotaError as error:
             refusal = error
         self.refused += 1
+        now_s = self._clock.monotonic_s()
+        if not reply_id and now_s >= self._quiet_until_s:  # its sender waits for no answer
+            self._quiet_until_s = now_s + _QUIET_S
+            log.warning("a command without id was refused (%d so far): %s: %.200r", self.refused, refusal, raw[:200])
         return reply_id, {"ok": False, "error": refusal.code, "message": str(refusal)}
 
     def _do(self, command: BridgeCommand) -> Fields:
@@ -242,6 +249,17 @@ class Bridge:
         for draft in list(client.drafts) if client else ():
             assert client is not None
             client.abort(draft)
+
+
+def _fault(error: ValidationError) -> BadInput:
+    """The first thing that is wrong with a command."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["loc"] == ("device",):
+        return BadInput(
+            "device: only -1, the memory of this machine, is served by commands",
+            hint="leave device out; tensors on a GPU are shared from Python: rota.tensors.connect(device='cuda:0')",
+        )
+    return BadInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 def _reply_id(given: Json) -> str:

@@ -153,7 +153,7 @@ def check_name(name: str) -> str:
     """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters or what no UTF-8 says, a
     level ``.`` or ``..``, or a bad shard suffix."""
     if not isinstance(name, str) or _NO_UTF8.search(name):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise BadInput(f"tensor name {name!r}: text")
+        raise BadInput(f"tensor name {name!r}: a name is text of UTF-8")
     if {".", ".."} & set(name.split("/")):
         raise BadInput(f"tensor name {name!r}: no level may be . or ..")
     if not name or name.startswith("/") or name.endswith("/") or "//" in name:

@@ -108,7 +108,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.put("a" * 300, FOUR), BadInput, "300 bytes, the limit is 240"),
     (lambda p: p.put("a\0b", FOUR), BadInput, "control characters"),
     (lambda p: p.put("a\udc80", FOUR), BadInput, "text"),
-    (lambda p: p.put(None, FOUR), BadInput, "tensor name None: text"),  # type: ignore[arg-type]
+    (lambda p: p.put(None, FOUR), BadInput, "tensor name None: a name is text"),  # type: ignore[arg-type]
     (lambda p: p.get(3), errors.NotFound, "no tensor is named 3"),  # type: ignore[arg-type]
     (lambda p: p.put("w", FOUR, step=1.5), BadInput, "step=1.5: a whole number"),  # type: ignore[arg-type]
     (lambda p: p.put("w", FOUR, step=1 << 60), BadInput, "step=1152921504606846976"),

@@ -59,6 +59,10 @@ def test_inputs_that_are_not_plain_are_copied_or_refused(plane: Plane) -> None:
     assert not plane.get("g").requires_grad
     plane.put("conj", torch.tensor([1 + 2j]).conj())
     assert plane.get("conj")[0] == 1 - 2j
+    plane.put("imag", torch.tensor([1 + 2j]).imag)  # one element with a stride of two
+    assert plane.get("imag").tolist() == [2.0]
+    with pytest.raises(errors.UnsupportedTensor, match=r"a meta tensor of float32 .*it has no values"):
+        plane.put("bad", base.to("meta"))
     for bad in (
         base.to_sparse(),
         torch.nested.nested_tensor([base[0], base[1, :1]]),

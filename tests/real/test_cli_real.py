@@ -150,6 +150,7 @@ def test_a_script_that_raises_at_the_same_line_is_tried_three_times_whatever_its
     assert installation.rota("logs", "typo-1").stdout.count("a try of") == 3
     failures = json.loads(installation.rota("failures", "typo-1", "--json").stdout)
     assert [one["healed"] for one in failures["items"]] == [False, False]
+    assert re.search(r"recoveries +2, see: ", installation.rota("show", "typo-1").stdout), "none after the third try"
     assert failures["end"]["text"] == ended and 'bug.py", line 6' in failures["end"]["traceback"]
     assert json.loads(installation.rota("alerts", "--json").stdout)["items"] == []
 

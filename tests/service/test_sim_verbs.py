@@ -62,6 +62,13 @@ def test_work_that_would_be_lent_devices_and_jobs_of_unknown_tenants_are_said_as
         "never started: d of y: GUARANTEE_FULL_NO_BORROW: Work of a priority below 0 runs on devices that are lent"
         in out
     )
+    status, out, _ = rota("sim", "compare", *GIVEN, "--profiles", "private,pool")
+    assert status == 0 and "left out: 1 job of tenants that the file of tenants lacks: " in out
+    status, _, err = rota("sim", "run", "--log", GIVEN[1])
+    assert status == 2 and f"a log is rota.db or JSON\n      a trace: --trace {GIVEN[1]} --vcs TENANTS.csv" in err
+    Path("not.db").write_text("a, b")
+    status, _, err = rota("sim", "run", "--log", "not.db")
+    assert status == 2 and "not.db: not a log" in err
 
 
 def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> None:

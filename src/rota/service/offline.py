@@ -303,7 +303,14 @@ def _records(log: Path) -> Iterator[Record]:
             f"--log {log}: no such file",
             hint="the log of an installation is rota.db in its home; rota status shows that",
         )
+    if log.suffix == ".csv":
+        raise BadInput(f"--log {log}: a log is rota.db or JSON", hint=f"a trace: --trace {log} --vcs TENANTS.csv")
     if log.suffix != ".json":
+        with log.open("rb") as file:
+            if not file.read(16).startswith(b"SQLite format 3"):
+                raise BadInput(
+                    f"--log {log}: not a log", hint="give rota.db of an installation, or its records as JSON"
+                )
         stored = SqlLog(f"sqlite:///{log.absolute()}")
         try:
             number = 0

@@ -209,6 +209,7 @@ class CompareDocument(TypedDict):
 
     baseline: str
     profiles: dict[str, ProfileFigures]
+    unknown_tenants: list[str]
     plots: NotRequired[list[str]]
 
 
@@ -311,7 +312,11 @@ def compared(
             "summary": document(given, profile, result)["summary"],
             "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
         }
-    found: CompareDocument = {"baseline": profiles[0], "profiles": shown}
+    found: CompareDocument = {
+        "baseline": profiles[0],
+        "profiles": shown,
+        "unknown_tenants": [*given.trace.unknown],
+    }
     if plots is not None:
         found["plots"] = write_plots(plots, drawn)
     return found

@@ -212,7 +212,7 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
             ("submitted", clock_time(job["submitted_at"])),
             ("ran", lasting(job["run_s"]) if job["run_s"] else ""),
             ("attempts", len(job["attempts"]) if len(job["attempts"]) > 1 else ""),
-            ("failures", f"{job['failovers']}, see: rota failures {job['id']}" if job["failovers"] else ""),
+            ("recoveries", f"{job['failovers']}, see: rota failures {job['id']}" if job["failovers"] else ""),
             ("commit", f"{progress['commit']} at {clock_time(progress['at'])}" if progress else ""),
             ("resume from", shortened([str(n) for n in progress["commits"]], 8) if progress else ""),
             ("metrics", labels(progress.get("metrics") or {})),

@@ -155,13 +155,7 @@ def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
             ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
             ("cluster", f"{counted(doc['cluster']['nodes'], 'node')}, {counted(doc['cluster']['gpus'], 'device')}"),
             ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
-            (
-                "  left out",
-                f"{counted(summary['skipped'], 'job')} of tenants that the file of tenants lacks: "
-                f"{shortened(doc['unknown_tenants'], 8)}"
-                if summary["skipped"]
-                else "",
-            ),
+            ("  left out", _left_out(summary, doc)),
             ("makespan", lasting(summary["makespan_s"])),
             ("utilisation", _percent(summary["utilisation"])),
             ("preemptions", summary["preemptions"]),
@@ -185,6 +179,12 @@ def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
         term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
     if len(never) > NEVER_MAX:
         term.line(f"never started: {len(never) - NEVER_MAX} more; see --json")
+
+
+def _left_out(summary: Mapping[str, Any], doc: Mapping[str, Any]) -> str:
+    """How many jobs were not played, and whose; empty for none."""
+    lacks = f"{counted(summary['skipped'], 'job')} of tenants that the file of tenants lacks: "
+    return lacks + shortened(doc["unknown_tenants"], 8) if summary["skipped"] else ""
 
 
 def _spread(field: str, name: str) -> Callable[[Any], str]:
@@ -273,6 +273,8 @@ def _percent(ratio: float | None) -> str:
 def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
     label = {doc["baseline"]: f"{doc['baseline']} (baseline)"}
     COMPARED.print(term, [{"profile": label.get(name, name), **one} for name, one in doc["profiles"].items()])
+    if left_out := _left_out(doc["profiles"][doc["baseline"]]["summary"], doc):
+        term.line(f"left out: {left_out}")
 
 
 def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cluster_live import Log, requests_of, with_nodes
 
+from rota.cluster.core import events
 from rota.cluster.core.grants import row_of
 from rota.cluster.core.guarded import violations
+from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.sim.forecast import Forecast
@@ -44,6 +47,7 @@ from rota.spec.events import (
 )
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Device, Health, Node, Res
 from rota.spec.states import JobState
@@ -229,6 +233,34 @@ def test_every_drawn_log_leaves_a_state_that_agrees_with_itself_and_replays(
     for record in drawn.log.records:
         again.apply(record)
     assert again.decide(drawn.at) == drawn.log.scheduler.decide(drawn.at)
+
+
+@pytest.mark.parametrize("profile", ["default", "hived"])
+@settings(max_examples=1000 if DEEP else 100, deadline=None)
+@given(steps=operations)
+def test_the_state_is_what_was_laid_out_last_and_the_events_since(
+    profile: str, steps: list[tuple[str, int, int]]
+) -> None:
+    mirror = [State(())]
+    lay_out, apply = State.with_cluster, events.apply
+
+    def mirrored_layout(self: State, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
+        new = lay_out(self, nodes, queues)
+        mirror[0] = new.copy()
+        return new
+
+    def mirrored(state: State, event: events.Event, now: float) -> None:
+        apply(state, event, now)
+        apply(mirror[0], event, now)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(State, "with_cluster", mirrored_layout)
+        patched.setattr(events, "apply", mirrored)
+        drawn = Drawn(profile)
+        for one in steps:
+            drawn.play(*one)
+            state = drawn.log.scheduler.state
+            assert (mirror[0].digest(), mirror[0].shrunk) == (state.digest(), state.shrunk), one
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["lost", "removed"])

@@ -424,14 +424,12 @@ class Scheduler:
     def _hold_what_is_back(self, at: float) -> None:
         """Rows that were given more than there was take what is there again: the engine may reserve it for them."""
         for row, (places, choice) in self._short.items():
-            with self._state.txn() as txn:
-                if (held := held_at(self._state, places)) and self._holds(row):
-                    self._state.resize(txn, row, held)
-                elif held:
-                    self._state.hold(txn, row, held, now=at, choice=choice)
-                    events.fold(self._state, txn, events.StopRequested(job=row), at)
-                txn.keep()
-        self._state.note_shrunk()
+            if (held := held_at(self.state, places)) and self._holds(row):
+                self._happened(events.JobRegained(job=row, held=held), at)
+            elif held:
+                self._happened(events.JobHolds(job=row, held=held, choice=choice), at)
+                self._happened(events.StopRequested(job=row), at)
+        self._happened(events.NodesLaidOut(), at)
 
     def _settle(self, job: JobId, known: _Known, own: tuple[Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""

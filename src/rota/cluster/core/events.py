@@ -37,6 +37,14 @@ class JobResized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobRegained:
+    """A job that stops, as nodes lacked what it was given, has these devices now that they are back."""
+
+    job: JobId
+    held: Allocations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobMeasured:
     """How fast a job runs on the devices that it shares, 1 = as fast as alone."""
 
@@ -117,6 +125,11 @@ class NodeChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesLaidOut:
+    """Nodes are there anew, and jobs on them: what these hold that nodes have no more counts as held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed."""
 
@@ -125,6 +138,7 @@ Event = (
     JobArrived
     | JobHolds
     | JobResized
+    | JobRegained
     | JobMeasured
     | PairUndone
     | StopRequested
@@ -134,6 +148,7 @@ Event = (
     | ReasonGiven
     | JobGone
     | NodeChanged
+    | NodesLaidOut
     | Tick
 )
 
@@ -169,7 +184,7 @@ def apply(state: State, event: Event, now: float) -> None:
 def note(state: State, event: Event, now: float) -> None:
     """Remember an event for the message of an internal error, unless it changes only what is known of a job."""
     match event:
-        case Tick() | ReasonGiven():
+        case NodesLaidOut() | Tick() | ReasonGiven():
             return
         case JobArrived(ask=ask):
             subject = ask.id
@@ -183,7 +198,8 @@ def note(state: State, event: Event, now: float) -> None:
 
 def fold(state: State, txn: Txn, event: Event, now: float) -> None:
     """The same inside an open transaction, which may be undone."""
-    row = state.jobs.get(event.job) if not isinstance(event, JobArrived | NodeChanged | Tick) else None
+    of_job = not isinstance(event, JobArrived | NodeChanged | NodesLaidOut | Tick)
+    row = state.jobs.get(event.job) if of_job else None
     if state.stopped_for and _is_from_outside(event, row):
         for pair in tuple(state.stopped_for):
             txn.drop(state.stopped_for, pair)
@@ -199,7 +215,11 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
             state.hold(txn, job, held, now=now, choice=choice)
+        case NodesLaidOut():
+            state.note_shrunk(txn)
         case JobResized(job=job, held=held) if row is not None and row.phase == "running":
+            state.resize(txn, job, held)
+        case JobRegained(job=job, held=held) if row is not None and row.held:
             state.resize(txn, job, held)
         case JobMeasured(rate=rate) if row is not None and row.held:
             state.put(txn, replace(row, rate=rate))

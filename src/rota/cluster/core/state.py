@@ -601,12 +601,13 @@ class State:
         with new.txn() as txn:
             for job in sorted(self.jobs):
                 new.adopt(txn, self, self.jobs[job])
+            new.note_shrunk(txn)
             txn.keep()
-        new.note_shrunk()
         return new
 
-    def note_shrunk(self) -> None:
+    def note_shrunk(self, txn: Txn) -> None:
         """Let what jobs hold of nodes count as held, though these have less by now."""
+        txn.did(partial(setattr, self, "shrunk", self.shrunk))
         self.shrunk = frozenset(np.flatnonzero((self.cpu < 0) | (self.mem < 0)).tolist())
 
     def adopt(self, txn: Txn, old: State, row: LiveJob) -> None:

@@ -179,8 +179,8 @@ def estimates(given: SimInput, profile_name: str, limits: Sequence[float], sampl
             del waiting[job]
         asked = [job for job in run.state.arrivals.keys() | known if job in drawn and job not in found]
         for job in sorted(asked)[: sampled - len(found)]:
-            if (row := run.state.jobs.get(job)) is None or row.phase != "queued" or row.wait is None:
-                continue
+            if (row := run.state.jobs.get(job)) is None or row.phase != "queued" or row.wait is None or row.attempt:
+                continue  # of one that ran before, the first start is over
             began = time.process_time()
             forecast = Forecast(run.state, run.profile, run.now, until=job, wall_max_s=60.0)
             made = forecast.play(clock)

@@ -45,12 +45,15 @@ def test_eight_of_ten_starts_lie_in_their_intervals_however_wrong_the_plays_are(
     assert all(w[0] >= now for now, _, w, _ in all_of_them)
 
 
-def test_the_interval_stays_as_it_is_until_enough_jobs_have_started_and_where_there_is_none() -> None:
+def test_a_wait_may_be_twice_as_long_as_likely_until_enough_jobs_have_started() -> None:
     calibration, start = Calibration(), (10.0, 20.0, 30.0)
     for i in range(8):
         calibration.tell(told({JobId(f"j{i}"): start}), 0.0)
         calibration.started(JobId(f"j{i}"), 500.0)
-    assert calibration.of(told({JobId("new"): start}), 0.0) == told({JobId("new"): start})
+    new, far, never = (JobId(name) for name in ("new", "far", "never"))
+    few = calibration.of(told({new: start, far: (10.0, 20.0, 90.0), never: (None, None, 90.0)}), 2.0)
+    assert few.starts == {new: (10.0, 20.0, 38.0), far: (10.0, 20.0, 90.0), never: (None, None, 90.0)}
+    assert few.basis == "limits"
     calibration.tell(told({JobId("last"): start}), 0.0)
     calibration.started(JobId("last"), 500.0)
     found = calibration.of(told({JobId("new"): start, JobId("never"): (None, None, None)}), 0.0)

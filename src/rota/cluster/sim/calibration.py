@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 from math import floor
 
-from rota.cluster.sim.forecast import Estimates, Start
+from rota.cluster.sim.forecast import PESSIMISM, Estimates, Start
 from rota.spec.ids import JobId
 from rota.spec.resources import counted
 
@@ -27,7 +27,8 @@ class Calibration:
     Plays know nothing of jobs that come later, so that true starts lie outside of them more often than they should.
     Split conformal prediction, each tail by itself (Romano, Patterson, Candes, "Conformalized Quantile Regression",
     NeurIPS 2019), on what part of the early wait, and of the late one, the true wait was, as waits differ by orders of
-    magnitude. No interval becomes narrower. It follows from no log: a service that starts learns anew.
+    magnitude. No interval becomes narrower. It follows from no log: a service that starts learns anew, and until enough
+    jobs have started each may wait ``PESSIMISM`` times as long as the plays say is likely.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,9 @@ class Calibration:
             self._parts.append(_parts(told, at))
 
     def of(self, made: Estimates, now: float) -> Estimates:
-        """These estimates with intervals that as many starts lie in as should; the same until enough have started."""
+        """These estimates with intervals that as many starts lie in as should."""
         if not (low := floor((len(self._parts) + 1) * TAIL)):
-            return made
+            return replace(made, starts={job: _without_evidence(start, now) for job, start in made.starts.items()})
         first = min(1.0, sorted(part for part, _ in self._parts)[low - 1])
         last = max(1.0, self._late_part(now))
 
@@ -79,6 +80,13 @@ class Calibration:
             if more <= TAIL:
                 return part
         return known[-1][0]
+
+
+def _without_evidence(start: Start, now: float) -> Start:
+    early, likely, late = start
+    if likely is None or late is None:
+        return start
+    return (early, likely, max(late, now + (likely - now) * PESSIMISM))
 
 
 def _parts(told: _Told, at: float) -> tuple[float, float]:

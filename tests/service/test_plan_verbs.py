@@ -11,6 +11,8 @@ from rota.runtime.environ import Home
 from rota.service import plans
 from rota.service.cli.app import call
 from rota.service.control.plan_hardware import PlannedDevices
+from rota.spec import codec
+from rota.train.plan.hardware import A100_80G_DGX
 
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
 DATA = Path(__file__).parents[1] / "data"
@@ -63,6 +65,29 @@ def test_an_explanation_keeps_the_pins_of_the_search_and_repeats_its_question(
     assert all(one["slower_pct"] >= 0 for one in explained["runner_ups"])
     assert call(["plan", "explain", str(tmp_path / "found.json"), "--why-not", "pp=1,tp=2"]) == 0
     assert "why not pp=1, tp=2: faster: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "param"), [(None, "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")])
+def test_a_search_plans_in_the_number_format_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str | None, param: str
+) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({**MODEL, "layers": 2} | ({"dtype": dtype} if dtype else {})))
+    assert call([*search_words(model, gpus=1, memory=40, batch=1), "--top", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["dtype"] == {"param": param, "reduce": "fp32", "master": "fp32"}
+
+
+def test_a_device_without_a_peak_for_the_number_format_of_the_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, hardware = tmp_path / "model.json", tmp_path / "hardware.json"
+    model.write_text(json.dumps({**MODEL, "dtype": "fp32"}))
+    described = codec.to_json_value(A100_80G_DGX)
+    described["device"]["peak_tflops"] = {"bf16": 300.0}
+    hardware.write_text(json.dumps(described))
+    assert call([*search_words(model), "--hardware", str(hardware)]) == 2
+    assert "hardware.device.peak_tflops: has no fp32, in which the model is trained" in capsys.readouterr().err
 
 
 def test_a_hardware_that_is_named_by_its_type_is_answered_with_the_shipped_name(

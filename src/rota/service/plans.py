@@ -29,7 +29,7 @@ from rota.train.plan.importers import from_galvatron, hardware_from_any, model_f
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ModelShape, ParallelPlan
 from rota.train.plan.search import Predicted, Scored, SearchResult, found_to_json, score, search
-from rota.train.plan.space import SearchRequest, settings
+from rota.train.plan.space import SearchRequest, formats_of, settings
 
 GPUS_TRIED_MAX = 65_536
 BATCHES_TRIED_MAX = 1_024
@@ -183,6 +183,7 @@ def search_document(
         gpus=gpus,
         memory_gib=memory_gib,
         batch=batch,
+        dtype=formats_of(shape),
         pins=parse_degrees(pins) if pins else {},
         allow=tuple(word.strip() for word in allow.split(",") if word.strip()),
     )

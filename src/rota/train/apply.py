@@ -19,7 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.train.batch import IGNORED as IGNORED
-from rota.train.batch import Inputs, LossScale, call, check_rows, each, in_two, known_as_sum, micro_batches, seq_of
+from rota.train.batch import (
+    Inputs,
+    LossScale,
+    call,
+    check_rows,
+    checked_loss,
+    each,
+    in_two,
+    known_as_sum,
+    micro_batches,
+    seq_of,
+)
 from rota.train.batch import cross_entropy_sum as cross_entropy_sum
 from rota.train.local_hardware import check_memory, this_machine
 from rota.train.optim import (
@@ -468,7 +479,7 @@ class Parallel:
 
     def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self._is_sum = self._is_sum or known_as_sum(self._loss, output, targets)
-        return self._loss(output, targets) * (self._scale * self._factor)
+        return checked_loss(self._loss(output, targets)) * (self._scale * self._factor)
 
     @property
     def _factor(self) -> float:
@@ -484,6 +495,10 @@ class Parallel:
                 with self._autocast():
                     output = call(model, x)
                 loss = self._scaled_loss(output, y)
+                if not loss.requires_grad:
+                    raise BadInput(
+                        "loss: has no gradient", hint="compute it from the output, without detach or no_grad"
+                    )
                 loss.backward()
                 self._loss_sum += loss.detach() / self._factor
         if isinstance(model, DistributedDataParallel):

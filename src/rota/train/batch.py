@@ -20,14 +20,23 @@ from rota.train.parallel.model_parts import Loss
 LABELS = "labels"
 """The field of a mapping that holds the targets."""
 
+GIVE = f"let data of fit, or what step is given, be two tensors, or one mapping with {LABELS!r}"
+
 Inputs = torch.Tensor | Mapping[str, object]
 """What the model is called with: one tensor, or keywords. Values without rows are for every micro-batch."""
 
 
 def in_two(given: Inputs | Sequence[Inputs], targets: torch.Tensor | None) -> tuple[Inputs, torch.Tensor]:
-    """(inputs, targets) of two values, a pair, or a mapping with ``labels``. Raises BadInput without targets."""
-    if targets is not None:
-        return cast("Inputs", given), targets
+    """(inputs, targets) of two values, a pair, or a mapping with ``labels``. Raises BadInput for anything else."""
+    inputs, wanted = _parted(given) if targets is None else (given, targets)
+    for name, value, kinds in (("inputs", inputs, (torch.Tensor, Mapping)), ("targets", wanted, (torch.Tensor,))):
+        if not isinstance(value, kinds):
+            kind = "a tensor" + " or a mapping" * (len(kinds) - 1)
+            raise BadInput(f"batch: {name} are {type(value).__name__}, not {kind}", hint=GIVE)
+    return cast("Inputs", inputs), cast("torch.Tensor", wanted)
+
+
+def _parted(given: Inputs | Sequence[Inputs]) -> tuple[object, object]:
     if isinstance(given, Mapping):
         fields = dict(cast("Mapping[str, object]", given))
         if LABELS not in fields:
@@ -35,9 +44,12 @@ def in_two(given: Inputs | Sequence[Inputs], targets: torch.Tensor | None) -> tu
                 f"batch: a mapping of {', '.join(fields)} has no {LABELS!r}, which are its targets",
                 hint="give step(inputs, targets)",
             )
-        return fields, cast("torch.Tensor", fields.pop(LABELS))
-    inputs, wanted = given
-    return inputs, cast("torch.Tensor", wanted)
+        labels = fields.pop(LABELS)
+        return fields, labels
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        what = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__
+        raise BadInput(f"batch: {what} is neither (inputs, targets) nor a mapping with {LABELS!r}", hint=GIVE)
+    return given[0], given[1]
 
 
 def each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
@@ -137,6 +149,16 @@ def known_as_sum(loss: Loss, output: torch.Tensor, targets: torch.Tensor) -> boo
             hint="give the sum over the real tokens (reduction='sum'); it is divided by the tokens of the global batch",
         )
     return True
+
+
+def checked_loss(value: object) -> torch.Tensor:
+    """What a loss function gave. Raises BadInput for anything but one number in a tensor."""
+    hint = "return the sum over the real tokens as a tensor: F.cross_entropy(..., reduction='sum')"
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"loss: gives {type(value).__name__}, not a tensor", hint=hint)
+    if value.dim():
+        raise BadInput(f"loss: gives a tensor of shape {tuple(value.shape)}, not one number", hint=hint)
+    return value
 
 
 class LossScale:

@@ -9,6 +9,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -173,7 +175,7 @@ def _run(
         step = first
         while step < steps:
             if rate is not None:
-                set_rate(trained.optimizer, rate(step))
+                set_rate(trained.optimizer, checked_rate(step, rate(step)))
             torch.manual_seed(seed_of(seed, step))
             batch = data(step, trained.rows)
             torch.manual_seed(seed_of(seed, step, 1 + trained.draws))
@@ -290,6 +292,13 @@ class Agreement:
         """Give the process group back."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
+
+
+def checked_rate(step: int, rate: object) -> float:
+    """Raises BadInput for what is not a learning rate, which would make all weights not finite, or fail in torch."""
+    if not isinstance(rate, Real | torch.Tensor) or not 0 <= (value := float(rate)) < inf:
+        raise BadInput(f"rate: {rate!r} for step {step} is not a number from 0 on", hint="return the learning rate")
+    return value
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -111,6 +111,9 @@ def _checked(make: MakeOptimizer, options: Sequence[str], parameters: Iterable[t
         for text in options
     ]
     optimizer = make(cast("list[torch.Tensor]", groups) if groups else parameters)
+    if not isinstance(cast("object", optimizer), torch.optim.Optimizer):
+        hint = "return it: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+        raise BadInput(f"optimizer: the function gives {type(optimizer).__name__}, not an optimizer", hint=hint)
     if unknown := sorted({key for text in options for key in json.loads(text)} - set(optimizer.defaults)):
         raise BadInput(
             f"per_parameter: {type(optimizer).__name__} has no option {unknown[0]!r}",

@@ -79,6 +79,12 @@ def check_request(question: SearchRequest) -> None:
     reserve = question.hardware.device.reserve_gib
     if not reserve < question.memory_gib < float("inf"):
         raise BadInput(f"memory: {question.memory_gib} GiB leaves nothing after the reserve of {reserve} GiB")
+    number, peaks = question.dtype.param, question.hardware.device.peak_tflops
+    if number not in peaks:
+        raise BadInput(
+            f"hardware.device.peak_tflops: has no {number}, in which the model is trained",
+            hint=f"add it, or set the model's dtype to one of {', '.join(peaks)}",
+        )
     if model.hidden % model.heads:
         raise BadInput(f"heads: hidden {model.hidden} does not divide by heads {model.heads}")
     for name in question.allow:

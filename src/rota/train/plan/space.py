@@ -35,6 +35,13 @@ SEQ_WHOLE_MAX = 8192
 """Longer sequences may be split over context ranks without being asked to."""
 MIXED = Dtype(param="bf16", reduce="fp32", master="fp32")
 """Mixed precision with fp32 main gradients."""
+
+
+def formats_of(model: ModelShape) -> Dtype:
+    """Number formats of training a model whose parameters are in its ``dtype``; gradients and master copy in fp32."""
+    return replace(MIXED, param=model.dtype)
+
+
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 

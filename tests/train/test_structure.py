@@ -10,8 +10,10 @@ from torch import nn
 
 from rota.spec.errors import BadInput
 from rota.train.batch import main_tensor
+from rota.train.loop import world
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.structure.parts import FoundParts, example_for, find_parts, find_stacks, observe
+from rota.train.structure.proof import Proof, Trial, check_pieces, prove
 from rota.train.structure.rules import divide_counts, find_splits, split_found
 from rota.train.structure.stages import Reached
 from tests.train import zoo
@@ -131,6 +133,57 @@ def test_stages_one_after_the_other_give_what_the_whole_model_gives() -> None:
     names = {name for name, _ in second.named_parameters()}
     assert "tail.1.0.bias" in names and "table.weight" not in names and "deep.list.1.a.weight" not in names
     assert len(list(model.named_parameters())) == len(names | {name for name, _ in first.named_parameters()})
+
+
+class Fused(nn.Module):
+    """Queries, keys and values by one linear, split by the width of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split(8, -1)
+        return q * k + v
+
+
+class Summed(nn.Module):
+    """A model that adds what its layers give to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers, self.head = (
+            nn.Embedding(11, 8),
+            nn.ModuleList(Fused() for _ in range(4)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_a_module_that_needs_the_whole_width_is_named_with_what_to_change() -> None:
+    model, ids = Summed(), torch.randint(0, 11, (2, 5))
+    trial = Trial(None, model(ids).detach(), torch.ones(2, 5, 3), {})
+    cast("Fused", model.layers[2]).qkv = nn.Linear(8, 12)  # what one of two tensor ranks has
+    with world(), pytest.raises(BadInput) as error:
+        check_pieces([model], Proof(ids, [trial], ("layers",)), TP, cast("PlanMesh", _Tensor()))
+    assert str(error.value).startswith(
+        "mesh: layers.2 (Fused) of Summed cannot be run when it is split: not enough values"
+    )
+    assert "take the number of heads or the width from the tensor" in str(error.value)
+
+
+def test_a_sum_between_layers_is_refused_with_where_it_belongs() -> None:
+    model = Summed()
+    with pytest.raises(
+        BadInput, match=r"Summed gives another output in stages of layers: .* computes between"
+    ) as error:
+        prove(model, found(model), PP, None, cast("PlanMesh", _Tensor()))
+    assert "let each layer compute that in its own forward, as a sum x + f(x)" in error.value.hint
 
 
 def test_a_model_whose_input_is_not_known_asks_for_an_example() -> None:

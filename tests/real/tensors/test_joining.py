@@ -188,7 +188,9 @@ def test_a_closed_plane_rebuilds_nothing_and_a_forked_child_neither(home: Path) 
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert plane.stats()["registry_epoch"] == epoch
+    assert repr(plane) == f"<tensors of namespace {plane.namespace!r} in {home}>"
     plane.close()
+    assert repr(plane).endswith(f" in {home}, closed>")
     with pytest.raises(errors.ClosedPlane):
         plane.recover()
 

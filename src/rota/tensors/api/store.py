@@ -166,6 +166,10 @@ class Plane:
         self._cache, self._words = session.reader.cache, session.reader.words
         self.label, self.epoch = session.label, session.epoch
 
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<tensors of namespace {self._space.namespace!r} in {self.home}{state}>"
+
     @classmethod
     def join(
         cls, home: environ.Home, url: str, namespace: str, *, sealed: bool | None, keep: bool, keeper: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,8 +106,9 @@ def _through_stages(
         raise BadInput(f"{where} cannot be run in stages of {stack}: {error}", hint=REMEDY) from error
     if not close(outputs[-1], trial.output):
         raise BadInput(
-            f"{where} gives another output in stages of {stack}: its layers give each other more than one tensor",
-            hint=REMEDY,
+            f"{where} gives another output in stages of {stack}: its layers give each other more than one tensor, or "
+            "its forward computes between them",
+            hint=f"let each layer compute that in its own forward, as a sum x + f(x) of a residual; else {REMEDY}",
         )
     for name, one in model.named_parameters():
         if not sums_close(sums_of(one), trial.sums[name], one.dtype):
@@ -150,11 +152,24 @@ def check_pieces(pieces: Sequence[nn.Module], proof: Proof, plan: ParallelPlan, 
                 settle(piece.parameters())
                 found = {name: sums_of(one) for name, one in piece.named_parameters()}
             if running.failed:
-                fault = f"{type(piece).__name__} cannot be run when it is split: {running.take()}"
+                fault = _cannot_run(piece, running.take())
         _refuse(fault, plan)
         split = {name for name, one in piece.named_parameters() if isinstance(one, DTensor)}
         partial += _partial(piece, found, split, trial.sums, proof.stacks, plan, mesh)
     return partial
+
+
+def _cannot_run(piece: nn.Module, error: BaseException) -> str:
+    """The innermost module of ``piece`` that was running when a split piece raised ``error``, and what it raised."""
+    paths, path = {module: name for name, module in piece.named_modules()}, ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        own = frame.f_locals.get("self")
+        path = paths.get(own, path) if isinstance(own, nn.Module) else path
+    at = f"{path} ({type(piece.get_submodule(path)).__name__}) of " if path else ""
+    return (
+        f"{at}{type(piece).__name__} cannot be run when it is split: {error}; its linears have a part of their columns "
+        "then, so let a reshape or split of them take the number of heads or the width from the tensor"
+    )
 
 
 def _partial(

@@ -10,7 +10,7 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.events import JobArrived, JobReleased, NodeChanged, Tick, apply
+from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.jobs import JobAsk
 from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.promises import counted_anew, leaf_use
@@ -20,7 +20,7 @@ from rota.cluster.policies import get_profile
 from rota.cluster.sim.simulate import SimJob, Simulation
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId, NodeId
-from rota.spec.queue import Queue
+from rota.spec.queue import Queue, QueueState
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, Res
 
@@ -258,6 +258,20 @@ def test_promises_and_higher_priority_come_before_the_age_of_a_gang_that_borrows
         step(s, JobArrived(ask=one), get_profile("default"), one.queued_at)
     assert running(s) == {"run", "promised", "urgent"}
     assert s.jobs[JobId("borrows")].wait.reason is Reason.RESERVED_FOR_OTHER  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("queue_state", "runs"), [("draining", {"run"}), ("closed", {"run", "small"})])
+def test_a_queue_that_drains_starts_what_is_in_it_and_its_gangs_are_passed_no_longer_than_others(
+    queue_state: QueueState, runs: set[str]
+) -> None:
+    s = state(node("n"), node("m"), queues=(Queue(path="a", state=queue_state), Queue(path="b")))
+    jobs = (ask("run", slot(3), queue="b"), ask("gang", slot(4), slot(4), queue="a", at=1.0))
+    for one in (*jobs, ask("small", slot(2), queue="b", at=1e6)):
+        step(s, JobArrived(ask=one), get_profile("default"), one.queued_at)
+    assert running(s) == runs
+    for job in sorted(runs):
+        step(s, JobGone(job=JobId(job)), get_profile("default"), 1e6 + 1)
+    assert ("gang" in running(s)) == (queue_state == "draining")
 
 
 @pytest.mark.parametrize("gone", ["node", "limit"])

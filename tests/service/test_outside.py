@@ -437,8 +437,9 @@ def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_pa
             assert (await ask("run", str(tmp_path / "job.yaml"), "-d")).status == 0
             moved = await ask("set", "hello-2", "queue=team/a")
             assert moved.status == 2 and why in moved.err
-        await apply("open")
-        await service.until("hello-1", JobState.ADMITTED)
+            if state == "closed":
+                assert (await service.until("hello-1", JobState.QUEUED))["state"] == "QUEUED"
+        await service.until("hello-1", JobState.ADMITTED)  # what a draining queue has already, it starts
 
     with_cli(tmp_path, test)
 

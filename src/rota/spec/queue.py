@@ -12,7 +12,10 @@ from rota.spec.resources import Res
 DEFAULT_QUEUE = "default"
 OwnedLevel = Literal["device", "node", "rack"]
 QueueState = Literal["open", "stopped", "closed", "draining"]
-"""Jobs of a queue start only while it is ``open``; ``stopped`` takes new ones, ``closed`` and ``draining`` none."""
+"""``open`` takes jobs and starts those it has, ``stopped`` only takes, ``draining`` only starts, ``closed`` neither.
+
+As the states UP, DOWN, DRAIN and INACTIVE of a partition of Slurm.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,11 @@ class Queue:
     state: QueueState = "open"
     run_as: str | None = None
     """User of the operating system (a name, or ``uid:gid``) of the commands of its jobs and those of queues below."""
+
+    @property
+    def starts_jobs(self) -> bool:
+        """Whether the jobs that are in it may start, as far as its own state says."""
+        return self.state in ("open", "draining")
 
     @property
     def parent(self) -> str | None:

@@ -79,7 +79,7 @@ class Reason(StrEnum):
     NOT_BEFORE = _waits("The job asked not to begin before a later time.")
     DEPENDENCY = _waits("The job starts after other jobs, which have not ended.")
     PAUSED = _waits("The job is paused; rota resume JOB puts it back into the queue.")
-    QUEUE_CLOSED = _waits("The queue, or one above it, is not open: it starts none of its jobs.")
+    QUEUE_CLOSED = _waits("The queue, or one above it, is stopped or closed: it starts none of its jobs.")
     COOL_DOWN = _waits("A cool-down after a preemption has not passed.")
     NON_PREEMPTIBLE_OVER_QUOTA = _waits("Work that may not be preempted must fit into the guarantee.")
     ENGINE_STARTING = _waits("The engine is starting.")

@@ -84,7 +84,7 @@ class AgeBound:
         """Whether nothing but running jobs keeps a job from its place: it would fit if all of them ended."""
         state, tree = self._state, self._state.queues
         line = tree.line_of(row.ask.queue)
-        if not line or any(tree.rows[queue].state != "open" for queue in line):
+        if not line or not all(tree.rows[queue].starts_jobs for queue in line):
             return False
         if self._profile.division.verdict(state, row) is not None:
             return False

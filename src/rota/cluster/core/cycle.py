@@ -565,7 +565,7 @@ class _Pass:
                 reason=Reason.QUEUE_CLOSED, text=f"Queue {path} does not exist; {nearest(path, tree.row, 'queues')}"
             )
         for queue in tree.line_of(path):
-            if tree.rows[queue].state != "open":
+            if not tree.rows[queue].starts_jobs:
                 return Wait(reason=Reason.QUEUE_CLOSED, fields={"queue": tree.rows[queue].path})
         return None
 

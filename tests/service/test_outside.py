@@ -411,6 +411,29 @@ def test_a_mistake_of_the_queue_is_reported_beside_the_others_of_the_file_also_b
     with_cli(tmp_path, test)
 
 
+def test_a_submission_reports_all_names_that_are_missing_at_once_and_one_alone_by_its_own_code(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        async def refused(*sets: str) -> tuple[int, str, dict[str, str]]:
+            answer = await service.http.post("/api/v1/jobs", json={"source": HELLO, "sets": list(sets)})
+            said = answer.json()
+            return answer.status_code, said["code"], {one["loc"]: one["message"] for one in said.get("errors", ())}
+
+        wrong = ("queue=defalt", "secrets=[KEY, TOKEN]", "after=[nojob]", "workdir=/not/there")
+        status, code, found = await refused(*wrong, "image=registry/x:1")
+        assert (status, code) == (422, "INVALID") and found.keys() == {
+            "queue", "secrets[0]", "secrets[1]", "after[0]", "workdir", "image"
+        }  # fmt: skip
+        assert found["queue"] == "queue 'defalt' does not exist" and found["secrets[1]"] == "no secret 'TOKEN'"
+        assert await refused("queue=defalt") == (404, "UNKNOWN_QUEUE", {})
+        assert await refused("secrets=[KEY]") == (404, "UNKNOWN_NAME", {})
+        (tmp_path / "job.yaml").write_text(HELLO.replace("\nroles", "\nqueue: defalt\nsecrets: [KEY]\nroles"))
+        done: Done = await ask("run", str(tmp_path / "job.yaml"), "-d")
+        assert done.status == 2 and "job.yaml:2:8: queue: queue 'defalt' does not exist" in done.err
+        assert "job.yaml:3:11: secrets[0]: no secret 'KEY'; set it: rota secret set KEY" in done.err
+
+    with_cli(tmp_path, test)
+
+
 def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(HELLO)
     tree = "- {path: default}\n- {path: team, state: STATE}\n- {path: team/a}\n"

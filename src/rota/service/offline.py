@@ -188,13 +188,10 @@ def _missing_jobs(client: Client, spec: JobSpec) -> Iterator[Finding]:
 
 
 def _missing_secrets(client: Client, spec: JobSpec) -> Iterator[Finding]:
-    from rota.spec.check import Finding
+    from rota.service.control.submission import secret_faults
 
-    known = {one["name"] for one in client.accounts.secrets()["items"]} if spec.secrets else set[str]()
-    for index, name in enumerate(spec.secrets):
-        if name not in known:
-            hint = f"set it: rota secret set {name}"
-            yield Finding(path=("secrets", index), message=f"no secret {name!r}", hint=hint, code="UNKNOWN_NAME")
+    if spec.secrets:
+        yield from secret_faults(spec.secrets, [one["name"] for one in client.accounts.secrets()["items"]])
 
 
 def check_job(spec: JobSpec, body: JobBody, missing: Sequence[Finding] = (), *, local: bool = True) -> str:

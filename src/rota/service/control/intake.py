@@ -29,12 +29,12 @@ from rota.service.control.changes import check_queue, queue_fault
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import (
     Submission,
-    check_image,
     check_urls,
-    check_workdir,
     dependency_fault,
+    secret_faults,
     with_interfaces,
     with_stores,
+    workdir_fault,
     workdir_of,
 )
 from rota.service.jobfile.models import job_text
@@ -44,7 +44,7 @@ from rota.service.models.cluster import DryRunEstimate, DryRunExplanation
 from rota.service.views.cluster import no_usable_node
 from rota.service.views.job_history import JobHistory
 from rota.spec import codec
-from rota.spec.check import Finding, fixed_size, tenant_refused, unenforced
+from rota.spec.check import Finding, fixed_size, image_refused, tenant_refused, unenforced
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
     BadInput,
@@ -263,9 +263,7 @@ class Intake:
     async def _checked(self, given: Submission, caller: Caller | None) -> JobSpec:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
-        self._check_right(spec, caller)
-        check_image(spec, given)
-        check_workdir(spec, given)
+        self._check_names(spec, given, caller)
         spec = with_stores(spec, given, self._stores)
         await asyncio.to_thread(check_urls, spec, given)
         if caller is not None:  # without a service there are no other jobs, and no queues with users
@@ -291,10 +289,29 @@ class Intake:
         finally:
             self._searches.release()
 
-    def _check_right(self, spec: JobSpec, caller: Caller | None) -> None:
-        self._check_queue(spec, caller)
+    def _check_names(self, spec: JobSpec, given: Submission, caller: Caller | None) -> None:
+        """The queue, secrets, earlier jobs and folder that the job names are there, and it names no image.
+
+        Raises what is wrong with the queue or a secret as itself where nothing else is, all other mistakes together
+        as a JobFileError. Who may submit to no queue learns of the queue alone.
+        """
+        queue = queue_fault(self._loop.scheduler, spec.queue)
+        if queue is None or not (caller is None or any(role >= UserRole.USER for _, role in caller.grants)):
+            self._check_queue(spec, caller)
+        found = [queue] if queue is not None else []
+        vault = Vault(self._home)
         if caller is not None:
-            Vault(self._home).check(caller.user, spec.secrets)
+            found += secret_faults(spec.secrets, vault.names(caller.user) if spec.secrets else ())
+            found += self._dependencies(spec, caller)[1]
+        found += () if given.ignore_image else image_refused(spec)
+        if (folder := workdir_fault(spec, given)) is not None:
+            found.append(folder)
+        if len(found) == 1:
+            check_queue(self._loop.scheduler, spec.queue)
+            if caller is not None:
+                vault.check(caller.user, spec.secrets)
+        if found:
+            raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
 
     def _check_queue(self, spec: JobSpec, caller: Caller | None) -> None:
         check_queue(self._loop.scheduler, spec.queue)
@@ -326,6 +343,13 @@ class Intake:
 
         Raises JobFileError for one that is not there, and for one that had to succeed and did not.
         """
+        found, faults = self._dependencies(spec, caller)
+        if faults:
+            raise JobFileError(placed(faults, given.source, filename=given.filename, sets=given.sets))
+        return replace(spec, after=tuple(found))
+
+    def _dependencies(self, spec: JobSpec, caller: Caller) -> tuple[list[After], list[Finding]]:
+        """The jobs that it starts after by their ids, and what is wrong with the others."""
         found: list[After] = []
         faults: list[Finding] = []
         for index, one in enumerate(spec.after):
@@ -335,9 +359,7 @@ class Intake:
                 faults.append(fault)
             if job is not None:
                 found.append(replace(one, job=job.id))
-        if faults:
-            raise JobFileError(placed(faults, given.source, filename=given.filename, sets=given.sets))
-        return replace(spec, after=tuple(found))
+        return found, faults
 
     def _names_of(self, caller: Caller) -> set[str]:
         return {known.spec.name for known in self._loop.installation.jobs.values() if caller.reads(known)}

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rota.runtime.process import execute_command
 from rota.runtime.secrets import VARIABLE
 from rota.service.jobfile.reader import placed
 from rota.spec import check, codec
-from rota.spec.check import Finding, image_refused
+from rota.spec.check import Finding
 from rota.spec.codec import JsonObject
 from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.ids import NAME_PATTERN, RoleName
@@ -74,13 +74,33 @@ def workdir_of(spec: JobSpec, given: Submission) -> str:
     return str(base / spec.workdir) if spec.workdir else str(base)
 
 
-def check_workdir(spec: JobSpec, given: Submission, where: str = "the machine of the service") -> None:
+def check_workdir(spec: JobSpec, given: Submission, where: str) -> None:
     """Raises JobFileError for a ``workdir`` of the file that is not a folder here, on the machine called ``where``."""
-    folder = workdir_of(spec, given)
-    if spec.workdir and folder and not Path(folder).is_dir():
-        text = f"{folder} is not a folder on {where}"
-        fault = Finding(path=("workdir",), message=text, hint="give the folder of the code", code="BAD_TYPE")
+    if (fault := workdir_fault(spec, given, where)) is not None:
         raise JobFileError(placed((fault,), given.source, filename=given.filename, sets=given.sets))
+
+
+def workdir_fault(spec: JobSpec, given: Submission, where: str = "the machine of the service") -> Finding | None:
+    """That the ``workdir`` of the file is not a folder here; None where it is, or none is given."""
+    folder = workdir_of(spec, given)
+    if not (spec.workdir and folder) or Path(folder).is_dir():
+        return None
+    text = f"{folder} is not a folder on {where}"
+    return Finding(path=("workdir",), message=text, hint="give the folder of the code", code="BAD_TYPE")
+
+
+def secret_faults(names: Sequence[str], known: Container[str]) -> list[Finding]:
+    """The secrets that a job names and its owner, who has those that are ``known``, does not have."""
+    return [
+        Finding(
+            path=("secrets", index),
+            message=f"no secret {name!r}",
+            hint=f"set it: rota secret set {name}",
+            code="UNKNOWN_NAME",
+        )
+        for index, name in enumerate(names)
+        if name not in known
+    ]
 
 
 def closed_fault(line: Iterable[tuple[str, str]]) -> Finding | None:
@@ -111,12 +131,6 @@ def dependency_fault(
             path=path, message=message, hint=f"{found}:ended starts after it however it ended", code="CONFLICT"
         )
     return None
-
-
-def check_image(spec: JobSpec, given: Submission) -> None:
-    """Raises JobFileError for an image that was not said to be ignored."""
-    if not given.ignore_image and (found := image_refused(spec)):
-        raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
 
 
 def with_stores(spec: JobSpec, given: Submission, stores: Mapping[str, str]) -> JobSpec:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from itertools import islice
 
 import pytest
 
-from rota.runtime.clock import SystemClock, backoff, iso
+from rota.runtime.clock import SystemClock, backoff, iso, within_cpu_time
 from rota.runtime.random import SeededRandom, SystemRandom, encode, ulid
 from rota.testing.memory import VirtualClock
 
@@ -46,3 +48,26 @@ def test_identifiers_sort_by_time() -> None:
     assert made == sorted(made)
     assert {len(text) for text in made} == {26}
     assert encode(0, 10) == "00"
+
+
+def test_a_call_is_limited_by_the_processor_time_of_its_thread_and_not_by_the_clock() -> None:
+    def waits() -> str:
+        time.sleep(0.6)
+        return "waited"
+
+    def computes() -> None:
+        until_s = time.thread_time() + 1.0
+        while time.thread_time() < until_s:
+            pass
+
+    assert asyncio.run(within_cpu_time(waits, 0.1)) == "waited"
+    with pytest.raises(TimeoutError, match=r"more than 0\.1 s of processor time"):
+        asyncio.run(within_cpu_time(computes, 0.1))
+
+
+def test_what_a_limited_call_raises_is_raised() -> None:
+    def fails() -> None:
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        asyncio.run(within_cpu_time(fails, 1.0))

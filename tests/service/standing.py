@@ -204,13 +204,22 @@ class Standing:
         """Wait, on the records that come in, until the job is in one of the states."""
 
         async def reached() -> dict[str, Any]:
-            while True:
-                document = await self.get(f"/jobs/{job}")
-                if document["state"] in states:
-                    return document
-                await self.app.loop.wait_for(self.app.loop.installation.number + 1)
+            document = await self.get(f"/jobs/{job}")
+            return document if document["state"] in states else {}
 
-        return await asyncio.wait_for(reached(), LIMIT_S)
+        return await self.until_true(reached)
+
+    async def until_true(self, look: Callable[[], Awaitable[T]]) -> T:
+        """The first answer of ``look`` that is true; it is asked again at each record that the service has taken in.
+
+        Also at one that came while it was answering, which may be the last.
+        """
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                number = self.app.loop.installation.number
+                if found := await look():
+                    return found
+                await self.app.loop.wait_for(number + 1)
 
     async def until_asked(self, job: str, times: int = 1) -> None:
         """Wait until the master of the job was asked for so many times."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from standing import HELLO, Standing, with_service
 
@@ -32,11 +33,13 @@ def test_a_job_waits_for_the_newest_of_a_name_over_a_restart_and_starts_when_tha
         await service.submit()
         await service.submit()
         assert (await service.submit(after("hello")))["id"] == "next-1"
-        job = await service.until("next-1", JobState.QUEUED)
-        while job["reason"] != "DEPENDENCY":
-            await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+        await service.until("next-1", JobState.QUEUED)
+
+        async def dependent() -> dict[str, Any]:
             job = await service.get("/jobs/next-1")
-        assert job["text"] == "It starts after hello-2."
+            return job if job["reason"] == "DEPENDENCY" else {}
+
+        assert (await service.until_true(dependent))["text"] == "It starts after hello-2."
         assert (await service.get("/jobs/next-1/spec"))["spec"]["after"] == [{"job": "hello-2", "when": "succeeded"}]
         why = (await service.get("/jobs/next-1/explain"))["why"]
         assert (why["code"], why["fields"]) == ("DEPENDENCY", {"after": ["hello-2"]})

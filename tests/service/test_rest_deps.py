@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -278,10 +279,12 @@ def test_queues_are_replaced_whole_and_a_queue_with_jobs_stays(tmp_path: Path) -
         assert (await service.get("/jobs/hello-2"))["state"] == "ADMITTED"
         for _ in range(2):
             await service.submit("queue: rl\n" + HELLO.replace("gpus: 2", "gpus: 1"))
-        last = await service.until("hello-4", JobState.QUEUED)
-        while not last["text"]:  # until it was told
-            await service.app.loop.wait_for(service.app.loop.installation.number + 1)
-            last = await service.get("/jobs/hello-4")
+
+        async def reasoned() -> dict[str, Any]:
+            job = await service.get("/jobs/hello-4")
+            return job if job["text"] else {}
+
+        last = await service.until_true(reasoned)
         assert (last["reason"], last["text"].partition(":")[0]) == ("QUOTA_LIMIT", "It is behind hello-3")
 
     with_service(tmp_path, test)

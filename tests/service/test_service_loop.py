@@ -163,6 +163,15 @@ def test_a_requeued_job_is_admitted_again_and_keeps_its_history(tmp_path: Path) 
     with_service(tmp_path, test)
 
 
+async def lost_its_engine(service: Standing) -> None:
+    """Wait until the log says so."""
+
+    async def said() -> list[Any]:
+        return (await service.get("/events", type="EngineLost"))["items"]
+
+    await service.until_true(said)
+
+
 class VolatileEngine(PlayedEngine):
     """An engine whose state is in memory only."""
 
@@ -175,15 +184,14 @@ class VolatileEngine(PlayedEngine):
 def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await admitted(service)
-        async with asyncio.timeout(60):
-            while not (await service.get("/status"))["warnings"]:
-                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
-        assert "engine state is not durable" in (await service.get("/status"))["warnings"][0]
+
+        async def warnings() -> list[str]:
+            return (await service.get("/status"))["warnings"]
+
+        assert "engine state is not durable" in (await service.until_true(warnings))[0]
         service.engine.generation += 1
         await service.until_asked("hello-1", 2)
-        async with asyncio.timeout(60):
-            while not (await service.get("/events", type="EngineLost"))["items"]:
-                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+        await lost_its_engine(service)
 
     with_service(tmp_path, test, engine=VolatileEngine())
 
@@ -201,9 +209,7 @@ def test_a_node_that_was_lost_with_its_engine_is_fit_under_another_and_one_that_
         await service.app.loop.append([reported(by)])
         service.engine.generation += 1
         await service.until_asked("hello-1", 2)
-        async with asyncio.timeout(60):
-            while not (await service.get("/events", type="EngineLost"))["items"]:
-                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+        await lost_its_engine(service)
         await service.app.loop.wait_for(service.log.last_number())
         assert service.app.loop.installation.nodes[NODE].node.health is health
 

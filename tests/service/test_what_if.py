@@ -39,8 +39,11 @@ async def three_jobs(service: Standing) -> float:
         await service.submit(source)
     await service.until("runs-1", JobState.ADMITTED)
     await service.until("ahead-1", JobState.QUEUED)
-    while (await service.until("waits-1", JobState.QUEUED))["reason"] is None:
-        await service.app.loop.wait_for(service.app.loop.installation.number + 1)
+
+    async def reason() -> object:
+        return (await service.get("/jobs/waits-1"))["reason"]
+
+    await service.until_true(reason)
     return service.app.loop.installation.find("runs-1").attempts[0].admitted_at
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+_LOOK_S = 0.25
 
 
 class Clock(Protocol):
@@ -54,3 +58,24 @@ def backoff(first_s: float, max_s: float) -> Iterator[float]:
 def blocking_sleep(seconds: float) -> None:
     """Wait in a plain thread (never in an event loop)."""
     time.sleep(seconds)
+
+
+async def within_cpu_time(call: Callable[[], T], limit_s: float) -> T:
+    """What ``call`` gives in a thread of its own. Raises TimeoutError once it took ``limit_s`` of processor time.
+
+    Unlike the time of a clock, that of a processor is the same on a busy machine. A thread cannot be ended: one that is
+    given up runs on.
+    """
+    began = list[tuple[int, float]]()
+
+    def timed() -> T:
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        began.append((clock, time.clock_gettime(clock)))
+        return call()
+
+    running = asyncio.ensure_future(asyncio.to_thread(timed))
+    while not (await asyncio.wait((running,), timeout=_LOOK_S))[0]:
+        if began and time.clock_gettime(began[0][0]) - began[0][1] > limit_s:
+            running.add_done_callback(lambda late: late.exception())  # an error of it is not wanted any more
+            raise TimeoutError(f"it took more than {limit_s:g} s of processor time")
+    return running.result()

@@ -16,7 +16,7 @@ from rota.cluster.sim.calibration import Calibration
 from rota.cluster.sim.forecast import Estimate, Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, within_cpu_time
 from rota.runtime.code_pack import CodeCache
 from rota.runtime.environ import Home
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES
@@ -65,7 +65,7 @@ from rota.spec.states import JobState
 if TYPE_CHECKING:
     from rota.service.models.cluster import PlannedRole
 
-PARSE_TIMEOUT_S = 2.0
+PARSE_CPU_S = 2.0
 SEARCH_WAIT_S = 20.0
 """How long a job waits for the search of plans of another."""
 QUEUED_MAX = 10_000
@@ -252,13 +252,12 @@ class Intake:
         if given.spec is not None:
             return started_spec(_from_json(given.spec), ())
         find_queue = partial(queue_fault, self._loop.scheduler)
-        reading = asyncio.to_thread(
-            read_job, given.source, filename=given.filename, sets=given.sets, find_queue=find_queue
-        )
+        read = partial(read_job, given.source, filename=given.filename, sets=given.sets, find_queue=find_queue)
         try:
-            return await asyncio.wait_for(reading, PARSE_TIMEOUT_S)
-        except TimeoutError:
-            raise BadInput(f"{given.filename} took more than {PARSE_TIMEOUT_S:.0f} s to read") from None
+            return await within_cpu_time(read, PARSE_CPU_S)
+        except TimeoutError as error:
+            hint = "fewer roles and values; what is long belongs into files that the job reads"
+            raise BadInput(f"{given.filename} cannot be read: {error}", hint=hint) from None
 
     async def _checked(self, given: Submission, caller: Caller | None) -> JobSpec:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""

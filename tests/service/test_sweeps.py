@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from standing import Standing, listening, with_service
 from test_cli import own_home, rota, with_cli
 from tests.makers import format_line
 
+from rota.service.api import command_of
 from rota.service.jobfile.models import JobPart
+from rota.service.jobfile.reader import read_job
 from rota.service.sweeps import (
     Metric,
     budgets,
@@ -26,6 +29,7 @@ from rota.service.sweeps import (
     points,
     survivors,
     sweep_document,
+    unread,
     value_in,
 )
 from rota.spec.errors import BadInput
@@ -222,6 +226,42 @@ def test_a_mistake_in_a_value_is_named_by_the_flag_it_came_by_and_one_of_set_by_
     assert "--set #1:1:10: priority: expected" in rota(*run, "--set", "priority=y").err
 
 
+def test_a_name_that_is_nearly_a_field_is_refused_unless_the_job_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text("name: a\nroles: {main: {run: 'python x.py $seeds'}}\n")
+    run = ("run", "job.yaml", "--dry-run", "--metric", "loss", "--json")
+    for flags in (("--sweep", "prioritty=1,2"), ("--sweep", "lr=1,2", "--budget", "prioritty=1,2")):
+        typo = rota(*run, *flags)
+        assert typo.status == 2 and f"{flags[-2]} prioritty: not a field of the job file" in typo.err
+        assert f"did you mean 'priority'? A variable of that name: {flags[-2]} env.prioritty=..." in typo.err
+    for name in ("env.prioritty", "seeds", "steps", "dataset", "lr"):
+        taken = rota(*run, "--sweep", f"{name}=1,2")
+        assert taken.status == 0 and f"env.{name.removeprefix('env.')}=2" in taken.document["items"][1]["sets"]
+    assert unread(["seeds", "lr", "seed", "roles.main.args.x"], FIELDS, "run: x $seeds") == ["lr"]
+
+
+def test_a_command_without_a_shell_gets_the_values_of_the_point() -> None:
+    def commands(*words: str, sweep: str = "lr=0.1,0.3") -> list[str]:
+        done = rota("run", "-n", "fit", "--sweep", sweep, "--dry-run", "--json", "--", *words)
+        assert done.status == 0, done.err
+        body = command_of(words)
+        specs = [
+            read_job(body["source"], filename="x", sets=[*body["sets"], *one["sets"]]) for one in done.document["items"]
+        ]
+        assert [dict(spec.env)["lr"] for spec in specs] == ["0.1", "0.3"]
+        return [shlex.join(spec.roles[0].run or ()) for spec in specs]
+
+    words = ("python", "train.py", "--lr", "$lr", "--out=run-${lr}/é", "$lr_max", "$HOME")
+    for sweep in ("lr=0.1,0.3", "env.lr=0.1,0.3"):
+        assert commands(*words, sweep=sweep) == [
+            shlex.join(["python", "train.py", "--lr", lr, f"--out=run-{lr}/é", "$lr_max", "$HOME"])
+            for lr in ("0.1", "0.3")
+        ]
+    assert commands("sh", "-c", "echo $lr") == [shlex.join(["sh", "-c", "echo $lr"])] * 2, "the shell does it"
+
+
 # -- with a service ---------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +287,7 @@ def test_the_same_command_again_adds_only_what_is_missing(tmp_path: Path) -> Non
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         first = await ask(*words)
         assert first.status == 0 and "tune: 2 jobs submitted, 0 there already" in first.err
+        assert "in its environment" not in first.err
         assert (await jobs_of(service))[0]["labels"] | {"team": "a"} == (await jobs_of(service))[0]["labels"]
         again = await ask(*words)
         assert "tune: 0 jobs submitted, 2 there already" in again.err and len(await jobs_of(service)) == 2
@@ -258,6 +299,8 @@ def test_the_same_command_again_adds_only_what_is_missing(tmp_path: Path) -> Non
         listed = (await ask("sweep", "--json")).document
         assert [(one["sweep"], one["jobs"]) for one in listed["items"]] == [("other", 2), ("tune", 3)]
         assert (await ask("sweep", "none")).status == 2
+        noted = await ask("run", "job.yaml", "--sweep", "steps=1,2", "-n", "noted")
+        assert "each job has $steps in its environment; nothing in the job file names it" in noted.err
 
     with_cli(tmp_path / "service", test)
 

@@ -6,14 +6,17 @@ same points, names and keys, so that whoever submits it again continues it.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Literal, TypedDict
 
 from rota.runtime.random import RandomSource, SeededRandom
@@ -28,7 +31,11 @@ NAME_CHARS_MAX = 63
 FIXED = ("name", "labels", "roles", "$schema")
 """Fields of a job file that no parameter replaces as a whole."""
 _RANGE = re.compile(r"^(log:)?(-?[\d.]+(?:e-?\d+)?)\.\.(-?[\d.]+(?:e-?\d+)?)$", re.IGNORECASE)
+NEAR = 0.85
+"""Likeness (difflib) to a field from which on a name counts as mistyped: queu, seeds; not steps, dataset."""
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_IN_WORD = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 Point = Mapping[str, str]
 Goal = Literal["min", "max"]
@@ -174,19 +181,62 @@ class SweepJob:
     key: str
 
 
-def job_of(sweep: str, point: Point, fields: Iterable[str], *, rung: int | None, metric: Metric | None) -> SweepJob:
+def is_variable(name: str, fields: Collection[str]) -> bool:
+    """Whether a parameter is a variable: its name has no dot and is none of the ``fields`` of the job file."""
+    return name not in fields and "." not in name
+
+
+def unread(names: Iterable[str], fields: Collection[str], text: str, flag: str = "--sweep") -> list[str]:
+    """The variables that the ``text`` of the job does not name; a program may read them, so they are no mistake.
+
+    Raises BadInput for one that is nearly the name of a field.
+    """
+    found = [one for one in names if is_variable(one, fields) and not re.search(rf"\b{re.escape(one)}\b", text)]
+    for name in found:
+        if near := difflib.get_close_matches(name, fields, n=1, cutoff=NEAR):
+            message = f"{flag} {name}: not a field of the job file, and nothing in it names a variable {name}"
+            hint = f"did you mean {near[0]!r}? A variable of that name: {flag} env.{name}=..."
+            raise BadInput(message, hint=hint)
+    return found
+
+
+def with_values(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """A command with ``$NAME`` and ``${NAME}`` of ``values`` put in; that of a shell is left to the shell."""
+    if words and PurePath(words[0]).name in SHELLS:
+        return [*words]
+    return [_IN_WORD.sub(lambda found: values.get(found[1] or found[2], found[0]), word) for word in words]
+
+
+def job_of(
+    sweep: str,
+    point: Point,
+    fields: Iterable[str],
+    *,
+    rung: int | None,
+    metric: Metric | None,
+    commands: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> SweepJob:
     """The job of a point. A name with a dot or of ``fields`` is a field of the job file; any other is a variable.
 
-    Raises BadInput for a name that is neither.
+    ``commands`` are the lists of words that roles run: no shell reads them, so they get the values of variables here.
+    Raises BadInput for a name that is neither field nor variable.
     """
     known = set(fields)
     sets: list[str] = []
     for name, value in point.items():
         if name in FIXED:
             raise BadInput(f"--sweep {name}: this field cannot be a parameter", hint="a field inside it can")
-        if name not in known and "." not in name and _VARIABLE.match(name) is None:
+        if is_variable(name, known) and _VARIABLE.match(name) is None:
             raise BadInput(f"--sweep {name}: neither a field of the job file nor the name of a variable")
-        sets.append(f"{name}={value}" if name in known or "." in name else f"env.{name}={value}")
+        sets.append(f"env.{name}={value}" if is_variable(name, known) else f"{name}={value}")
+    values = {
+        name.removeprefix("env."): value
+        for name, value in point.items()
+        if is_variable(name.removeprefix("env."), known)
+    }
+    for role, words in commands.items():
+        if (filled := with_values(words, values)) != [*words]:
+            sets.append(f"roles.{role}.run={json.dumps(filled, ensure_ascii=False)}")
     words = shlex.join(f"{name}={value}" for name, value in point.items())
     labels = {SWEEP: sweep, POINT: words, METRIC: metric, RUNG: rung}
     sets += [f"labels.{label}={value}" for label, value in labels.items() if value is not None]

@@ -102,7 +102,7 @@ def run(
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
     spec = _as_given(changes, lambda: _read(body, flags), headers)
-    plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec.name), headers)
+    plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec), headers)
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
     if dry_run and plan is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rota.service.jobfile.problems import Problem
     from rota.service.models.jobs import JobRow
     from rota.service.sweeps import Metric, Point, SweepDocument, SweepJob, SweepRow
+    from rota.spec.job import JobSpec
 
 INTERRUPTED = 130
 LOOK_S = 1.0
@@ -81,6 +82,9 @@ class SweepPlan:
     budget: str
     budgets: tuple[float, ...]
     fields: tuple[str, ...]
+    commands: Mapping[str, Sequence[str]]
+    unread: tuple[str, ...]
+    """Variables that the text of the job does not name."""
 
     def jobs(self, points: Sequence[Point], rung: int) -> list[SweepJob]:
         """The jobs of these points in a rung."""
@@ -88,7 +92,10 @@ class SweepPlan:
 
         more = {self.budget: amount(self.budgets[rung])} if self.budget else {}
         number = rung if self.budget else None
-        return [job_of(self.name, {**one, **more}, self.fields, rung=number, metric=self.metric) for one in points]
+        return [
+            job_of(self.name, {**one, **more}, self.fields, rung=number, metric=self.metric, commands=self.commands)
+            for one in points
+        ]
 
     def body_of(self, job: SweepJob) -> JobText:
         """What is submitted for a job."""
@@ -105,11 +112,11 @@ POINTS = Table(columns={"POINT": lambda row: labels(row["point"]), "SETS": lambd
 """The points of a sweep that was not submitted."""
 
 
-def plan_sweep(given: SweepFlags, body: JobText, name: str) -> SweepPlan:
-    """The sweep ``name`` of a job; every job of the first rung was read. Raises BadInput, JobFileError."""
+def plan_sweep(given: SweepFlags, body: JobText, spec: JobSpec) -> SweepPlan:
+    """The sweep of a job, under its name; every job of the first rung was read. Raises BadInput, JobFileError."""
     from rota.service.jobfile.models import JobPart
     from rota.service.jobfile.reader import read_job
-    from rota.service.sweeps import FIXED, Metric, budgets, parse_parameter, points
+    from rota.service.sweeps import FIXED, Metric, budgets, parse_parameter, points, unread
 
     if not given.sweep:
         raise BadInput("--samples, --metric and --budget go with --sweep", hint="--sweep lr=1e-4,3e-4")
@@ -122,14 +129,17 @@ def plan_sweep(given: SweepFlags, body: JobText, name: str) -> SweepPlan:
     if budget is not None and budget.name in [one.name for one in parameters]:
         raise BadInput(f"--budget {budget.name}: it is a parameter of the sweep, too")
     fields = {field.alias or key for key, field in JobPart.model_fields.items()} - set(FIXED)
+    free = unread([one.name for one in parameters], fields, body["source"])
     plan = SweepPlan(
-        name=name,
+        name=spec.name,
         body=body,
-        points=points(parameters, given.samples, f"{name} {sorted(given.sweep)}"),
+        points=points(parameters, given.samples, f"{spec.name} {sorted(given.sweep)}"),
         metric=Metric.parse(given.metric) if given.metric else None,
         budget="" if budget is None else budget.name,
         budgets=numbers,
         fields=tuple(sorted(fields)),
+        commands={role.name: role.run for role in spec.roles if role.run and not role.shell},
+        unread=(*free, *unread([budget.name] if budget else [], fields, body["source"], "--budget")),
     )
     for point, job in zip(plan.points, plan.jobs(plan.points, 0)):
         with _of_the_point(point):
@@ -161,6 +171,9 @@ def run_sweep(client: Client, terminal: Terminal, plan: SweepPlan, *, wait: bool
 
     deadline_s = None if timeout_s is None else monotonic() + timeout_s
     points, rungs = plan.points, max(1, len(plan.budgets))
+    if plan.unread:
+        shown = ", ".join(f"${name}" for name in plan.unread)
+        terminal.note(f"each job has {shown} in its environment; nothing in the job file names it")
     try:
         for rung in range(rungs):
             rows = _submitted(client, terminal, plan, points, rung)

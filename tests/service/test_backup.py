@@ -8,11 +8,13 @@ import json
 import os
 import sqlite3
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from standing import HELLO, Standing, standing
-from test_cli import rota
+from test_cli import rota, with_cli
 from tests import postgres
 
 from rota.runtime.environ import Home
@@ -24,6 +26,8 @@ from rota.service.process.backup import back_up, restore
 from rota.service.process.daemon import as_before
 from rota.service.process.serve import only_one
 from rota.spec.errors import BadInput, Conflict, StoreCorrupt
+from rota.spec.events import JobEnded
+from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 _NO_SERVER = pytest.mark.skipif(bool(postgres.why_not()), reason=postgres.why_not())
@@ -98,6 +102,26 @@ def test_a_restore_says_which_pretend_nodes_and_how_many_jobs_the_next_up_takes(
     assert "end it first (rota down), or they run twice" in said.err
     again = as_before(new, Home.of(new.home))
     assert (again.pretend, again.port) == ("2x4x8", new.port), "the address is that of the new home"
+
+
+def test_a_restored_installation_and_its_jobs_say_so_until_they_have_ended(tmp_path: Path) -> None:
+    _, out = made(tmp_path)
+    restore(load_settings({"home": str(tmp_path / "new")}, environ={}), out)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        shown = [(await ask("show", job)).out for job in ("hello-1", "hello-2")]
+        assert ["from a back-up" in text for text in shown] == [True, False]
+        assert (await service.get("/jobs/hello-1"))["restored_at"] and not (await service.get("/jobs/hello-2"))[
+            "restored_at"
+        ]
+        status = await ask("status")
+        assert "warning: 1 job of b.tar.gz, restored " in status.err and "or they run twice" in status.err
+        await service.play_start("hello-1", "main/0")
+        await service.seen(service.as_master("hello-1", JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)))
+        assert "restored" not in (await ask("status")).err and "from a back-up" in (await ask("show", "hello-1")).out
+
+    with_cli(tmp_path / "new", test)
 
 
 def _home(root: Path):

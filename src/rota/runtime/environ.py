@@ -229,6 +229,11 @@ class Home:
         return self.root / ".restoring"
 
     @property
+    def restored(self) -> Path:
+        """When this home was filled from which back-up; only where it was."""
+        return self.root / "restored.json"
+
+    @property
     def webhooks(self) -> Path:
         """Position in the log up to which each webhook got its notices."""
         return self.run / "webhooks"

@@ -392,7 +392,7 @@ export interface InstanceRow {
   error: LossFields | null;
 }
 
-/** One job with every instance; `output` is the folder of what it leaves, `url` its page. `output_url` is where that folder is copied when the job ends, empty for nowhere; `upload` how that went. */
+/** One job with every instance; `output` is the folder of what it leaves, `url` its page. `output_url` is where that folder is copied when the job ends, empty for nowhere; `upload` how that went. `restored_at` is when it came from a back-up in which it had not ended, None where it did not. */
 export interface JobDocument {
   id: string;
   uid: string;
@@ -437,6 +437,7 @@ export interface JobDocument {
   output: string;
   output_url: string;
   upload: UploadFields | null;
+  restored_at: string | null;
   url: string;
 }
 

@@ -115,7 +115,12 @@ class FailPart(Part):
     )
     degrade: Count = optional("fewest instances with which the job continues")
     standby: CountOrNone = optional("warm spare instances")
-    progress_s: SomeSeconds = optional("longest legal silence", alias="progress")
+    progress_s: SomeSeconds = optional(
+        "longest time without a sign of progress: a returned operation, a commit, `ctx.progress(n)`; of a command an"
+        " optimiser step, a collective or an import of Python. A command without an optimiser step so far is replaced"
+        " only where this is given and not 5m",
+        alias="progress",
+    )
     bad_data: CountOrNone = optional("items that may fail before the job does")
     nan: Annotated[Nan, OneOf(Nan)] = optional("what a loss that is not finite does")
     backoff_s: Seconds = optional("pause before a restart", alias="backoff")

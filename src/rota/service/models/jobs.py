@@ -233,6 +233,7 @@ class JobDocument(JobRow):
     """One job with every instance; ``output`` is the folder of what it leaves, ``url`` its page.
 
     ``output_url`` is where that folder is copied when the job ends, empty for nowhere; ``upload`` how that went.
+    ``restored_at`` is when it came from a back-up in which it had not ended, None where it did not.
     """
 
     api: Literal["rota/v1"]
@@ -252,6 +253,7 @@ class JobDocument(JobRow):
     output: str
     output_url: str
     upload: UploadFields | None
+    restored_at: Moment | None
     url: str
 
 

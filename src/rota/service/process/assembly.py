@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 from collections.abc import Container, Iterable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from rota.service.control.loop import ServiceLoop
 from rota.service.control.snapshot import SnapshotFile, Views, program
 from rota.service.metrics import Metrics
 from rota.service.rest.auth import Audit, Auth, ensure_token
-from rota.service.rest.deps import AppState, append_live
+from rota.service.rest.deps import AppState, Restored, append_live
 from rota.service.rest.machine_names import MachineNames
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
@@ -122,6 +123,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         pid=os.getpid(),
         started_at=clock.wall_s(),
         machines=MachineNames(home.joined_machines, clock),
+        restored=_restored(home),
     )
     loop.timed = metrics.timed
     metrics.sse_clients.set_function(lambda: app.streams)
@@ -129,6 +131,13 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     metrics.slips.set_function(lambda: len(loop.broken))
     metrics.store_stale.set_function(lambda: _stale_s(app))
     return app
+
+
+def _restored(home: Home) -> Restored | None:
+    try:
+        return Restored(**json.loads(home.restored.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
 
 
 def make_scheduler(settings: Settings) -> Scheduler:

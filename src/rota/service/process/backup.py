@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TypedDict
 
+from rota.runtime.clock import SystemClock
 from rota.runtime.environ import PRIVATE_FILE, Home
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
@@ -119,6 +120,7 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
         if isinstance(error, OSError):
             raise BadInput(f"{source} cannot be restored into {home.root}: {error}") from error
         raise
+    write_private(home.restored, json.dumps({"at": SystemClock().wall_s(), "file": source.name}))
     shutil.rmtree(home.restoring)
     return {
         "kind": "Restore",

@@ -72,6 +72,18 @@ TERMINAL_PATH = "/api/v1/jobs/{job}/terminals/{terminal}"
 """Input of a terminal: the audit has its opening, not what is typed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The restore of a back-up that filled this home: when, in Unix seconds, and the name of the file."""
+
+    at: float
+    file: str
+
+    def has(self, job: JobHistory) -> bool:
+        """Whether a job was in the back-up and had not ended."""
+        return job.submitted_at < self.at and (job.ended_at is None or job.ended_at > self.at)
+
+
 @dataclass(slots=True, kw_only=True)
 class AppState:
     """The parts behind the routes."""
@@ -93,6 +105,7 @@ class AppState:
     pid: int
     started_at: float
     machines: MachineNames
+    restored: Restored | None = None
     ready: bool = False
     streams_of: Counter[str] = field(default_factory=Counter[str])
     """Open streams, by user."""
@@ -357,7 +370,17 @@ class JobAccess:
         output = job.spec.output_dir or str(app.home.job(job.id).output)
         url = f"{app.settings.url}/jobs/{job.id}"
         suspected = app.suspected(job.id) if self.caller.reads(job) else ""
-        found = job_document(job, app.clock.wall_s(), app.wait_of, beats, suspected=suspected, output=output, url=url)
+        restored_at = app.restored.at if app.restored is not None and app.restored.has(job) else None
+        found = job_document(
+            job,
+            app.clock.wall_s(),
+            app.wait_of,
+            beats,
+            suspected=suspected,
+            output=output,
+            url=url,
+            restored_at=restored_at,
+        )
         return app.redacted(self.caller, found if self.caller.reads(job) else outlined(found))
 
     def redacted(self, document: T) -> T:

@@ -205,6 +205,7 @@ def job_document(
     suspected: str = "",
     output: str = "",
     url: str = "",
+    restored_at: float | None = None,
 ) -> JobDocument:
     """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error.
 
@@ -229,6 +230,7 @@ def job_document(
         output=output,
         output_url=job.spec.output_url or "",
         upload=None if job.upload is None else document(UploadFields, job.upload, notes=list(job.upload.notes)),
+        restored_at=restored_at,
         url=url,
     )
 

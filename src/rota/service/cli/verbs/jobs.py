@@ -210,6 +210,7 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
             ("master", _master_text(job)),
             ("user", job["user"]),
             ("submitted", clock_time(job["submitted_at"])),
+            ("restored", f"{clock_time(job['restored_at'])}, from a back-up" if job.get("restored_at") else ""),
             ("ran", lasting(job["run_s"]) if job["run_s"] else ""),
             ("attempts", len(job["attempts"]) if len(job["attempts"]) > 1 else ""),
             ("recoveries", f"{job['failovers']}, see: rota failures {job['id']}" if job["failovers"] else ""),

@@ -68,7 +68,7 @@ from rota.spec.events import AlertAcknowledged, NodeMarked, PartReplaced, Preemp
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue, queue_from_json
 from rota.spec.reasons import INFO, Reason
-from rota.spec.resources import Health, format_duration
+from rota.spec.resources import Health, counted, format_duration
 from rota.spec.states import JobState
 
 NODES_MAX = 10_000
@@ -184,6 +184,11 @@ def _warnings(app: AppState) -> list[str]:
         f"{node} was removed from the installation: {', '.join(jobs)} must leave it and continue elsewhere"
         for node, jobs in removed_holders(app.loop.installation)
     ]
+    if (back := app.restored) is not None and (count := sum(map(back.has, app.loop.installation.live.values()))):
+        found.append(
+            f"{counted(count, 'job')} of {back.file}, restored {format_duration(now - back.at)} ago, not ended yet: if"
+            " the installation of the back-up still runs, end it, or they run twice"
+        )
     found += [_replaced_text(one, now) for one in app.loop.installation.replaced if now - one.found_at < RECENT_S]
     if (profile := app.loop.scheduler.profile).simulated:
         found.append(f"profile {profile.name}: {profile.simulated}")

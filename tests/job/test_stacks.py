@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ def test_only_threads_and_tasks_that_run_code_of_the_job_are_shown() -> None:
     time.sleep(0.05)
     text = own_stacks(lane.loop)
     assert "stuck_in_the_job" in text and "waiting_in_the_job" in text
+    assert re.fullmatch(r"\d+ more threads? of Rota, Ray and Python", text.splitlines()[-1])
     assert "lanes.py" not in text.replace("waiting_in_the_job", "") or "_work" not in text, "Rota's own are left out"
     stop.set()
     waits.cancel()
@@ -100,14 +102,37 @@ def test_of_a_rank_its_own_frames_are_shown_without_imports_of_libraries_and_thr
         "    wrapper (torch/distributed/c10d_logger.py:81)",
         "    step (/home/me/train.py:8)",
         "    <module> (/home/me/train.py:12)",
+        "",
+        "1 more thread of Rota, Ray and Python",
     ]
     assert of_the_job(IMPORTING).splitlines() == [
         "Current thread 0x00007fc7aedddb80 (most recent call first):",
         '  File "torch/ao/quantization/__init__.py", line 17 in <module>',
         '  File "/home/me/train.py", line 2 in <module>',
+        "",
+        "1 more thread of Rota, Ray and Python",
     ]
     outside = "process 71 is stopped by a signal\n"
     assert of_the_job(outside + SPIED).startswith(outside), "the state of the process comes first"
+
+
+def test_threads_of_the_users_code_come_first_and_those_of_rota_and_ray_in_a_library_are_counted() -> None:
+    def thread(number: int, *frames: str) -> str:
+        lines = (f'  File "{path}", line 5 in f' for path in frames)
+        return "\n".join([f"Thread {number} (most recent call first):", *lines, ""])
+
+    ours = thread(1, f"{PACKAGES}/redis/client.py", BOOTSTRAP)
+    rays = thread(2, f"{PACKAGES}/grpc/x.py", f"{PACKAGES}/ray/y.py")
+    loader = thread(3, f"{PACKAGES}/torch/utils/data/pin.py")
+    user = thread(4, "/home/me/train.py", BOOTSTRAP)
+    shown = of_the_job("\n".join((ours, loader, rays, user)))
+    assert [line for line in shown.splitlines() if line and not line.startswith("  ")] == [
+        "Thread 4 (most recent call first):",
+        "Thread 3 (most recent call first):",
+        "2 more threads of Rota, Ray and Python",
+    ]
+    installed = "\n".join((ours, loader))
+    assert of_the_job(installed).count("Thread ") == 2, "code of the job may be in an installed package alone"
 
 
 def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_others(

@@ -18,6 +18,7 @@ from typing import Any
 
 from rota.spec.errors import RotaError
 from rota.spec.reasons import Reason
+from rota.spec.resources import counted
 
 _FRAME = re.compile(r'^ +(?:File "(?P<file>[^"]+)", line \d+ in (?P<name>.+)|(?P<call>.+) \((?P<stacks_of>.+):\d+\))$')
 """A frame as faulthandler writes it, or py-spy."""
@@ -35,9 +36,9 @@ DEPTH_MAX = 50
 @lru_cache(1024)
 def is_of_the_job(path: str) -> bool:
     """True for a file that is neither Rota's nor its engine's nor of Python's own library."""
-    if path.startswith((_ROTA, "<frozen")) or "/site-packages/ray/" in path:
+    if path.startswith("<frozen") or _is_ours(path):
         return False
-    return "/site-packages/" in path or not path.startswith(_LIBRARY)
+    return _PACKAGES in path or not path.startswith(_LIBRARY)
 
 
 def place_in_job() -> str:
@@ -106,12 +107,33 @@ def _own(stack: traceback.StackSummary, *, alone: bool) -> list[traceback.FrameS
 def of_the_job(text: str) -> str:
     """Of a dump of faulthandler or py-spy the threads with code of the job; all of it where there is none.
 
-    Of their frames those of the import system, of Python's and Rota's start of a script, and all but the innermost of a
-    chain of imports in libraries are left out.
+    Those with code outside of libraries come first; a thread of Rota or Ray that is in a library is then not the job's.
+    The last line counts the threads that are left out. Of the frames those of the import system, of Python's and Rota's
+    start of a script, and all but the innermost of a chain of imports in libraries are left out.
     """
+    parts, last = _of_the_job(text)
+    return "\n\n".join(part for part in (*parts, last) if part) if parts else text
+
+
+def _of_the_job(text: str) -> tuple[list[str], str]:
+    """What is shown of a dump, nothing where it has no code of the job; and in words how many threads are left out."""
     before, *threads = _THREAD.split(text)
-    mine = [_without_noise(thread) for thread in threads if any(map(is_of_the_job, _paths(thread)))]
-    return "\n\n".join(part for part in (_SPY_TITLE.sub("", before).strip("\n"), *mine) if part) if mine else text
+    paths = {thread: _paths(thread) for thread in threads}
+    mine = [thread for thread in threads if any(map(is_of_the_job, paths[thread]))]
+    if own := [thread for thread in mine if any(map(_is_of_the_user, paths[thread]))]:
+        mine = own + [thread for thread in mine if thread not in own and not any(map(_is_ours, paths[thread]))]
+    left = len(threads) - len(mine)
+    last = f"{counted(left, 'more thread')} of Rota, Ray and Python" if left else ""
+    words = _SPY_TITLE.sub("", before).strip("\n")
+    return [*([words] if words and mine else []), *map(_without_noise, mine)], last
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(_ROTA) or f"{_PACKAGES}ray/" in path
+
+
+def _is_of_the_user(path: str) -> bool:
+    return is_of_the_job(path) and _PACKAGES not in path
 
 
 def _paths(thread: str) -> list[str]:
@@ -142,9 +164,9 @@ def own_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
         threads = file.read()
-    waiting = list(_waiting(loop)) if loop is not None else []
-    mine = of_the_job(threads)
-    return "\n\n".join([*([mine] if mine != threads or not waiting else []), *waiting])
+    parts, last = _of_the_job(threads)
+    parts += _waiting(loop) if loop is not None else ()
+    return "\n\n".join([*parts, last]) if parts else threads
 
 
 def _waiting(loop: asyncio.AbstractEventLoop) -> Iterator[str]:

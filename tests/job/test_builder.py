@@ -379,6 +379,7 @@ def _role(**given: Any) -> None:
         (lambda: _role(resources={"cpus": "2"}), "role 'w': resources: cpus='2' is not a number", ""),
         (lambda: _role(fail={"same": "x"}), "role 'w': fail: same='x' is not a whole number", ""),
         (lambda: _role(env={"A": 1}), "role 'w': env A=1 is not text", "write 'A': '1'"),
+        (lambda: _role(env="A=1"), "role 'w': env='A=1' is not a mapping", "write env={'NAME': 'text'}"),
         (lambda: _role(gpus=1), "role 'w' has no field 'gpus'", "write resources={'gpus': 1}"),
         (lambda: _role(setup=3), "role 'w': setup=3 is not text", ""),
         (lambda: Job("x", time_limit_s="10m"), "a job: time_limit_s='10m' is not a number", "write time_limit='10m'"),

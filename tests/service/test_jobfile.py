@@ -75,6 +75,7 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {run: hi, time: 1h}", "job.yaml:2:16: roles.a.time: unknown field; 'time_limit:' is a field of the job, beside 'roles:'"),
         ("  a: {run: hi, nodes: 2}", "job.yaml:2:16: roles.a.nodes: unknown field; did you mean 'replicas'?"),
         ("  a: {run: hi, max_restarts: 2}", "job.yaml:2:16: roles.a.max_restarts: unknown field; did you mean 'fail.limit'?"),
+        ("  a: {run: hi, replicas: 3m}", "job.yaml:2:26: roles.a.replicas: expected a whole number from 1 to 100000, got '3m'"),
         ("  a: {run: hi, resources: {cpus: 500m}}", "job.yaml:2:34: roles.a.resources.cpus: expected a number, at least 0, got '500m'; write 0.5"),
         ("  a: {run: hi, fail: {restart: never}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'never'; for never write 'limit: 0/10m, then: []'"),
         ("  a: {run: hi, fail: {restart: OnFailure}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'OnFailure'; did you mean 'process'?"),
@@ -211,6 +212,7 @@ def test_aliases_and_merge_keys_work() -> None:
         ("a: {" + "".join(f"k{n}: 1, " for n in range(30_000)) + "}", "job.yaml:1:4: a: expected at most 1000 entries"),
         ("a: " + "x" * 300_000, "a text of more than 262144 characters"),
         ("k" * 300 + ": 1", "a key of more than 256 characters"),
+        ("name: a\nroles: {" + "".join(f"r{n}: {{run: x}}, " for n in range(65)) + "}", "at most 64"),
         ("a: &x 1\nb: [" + "*x, " * 600 + "]\nc: [" + "*x, " * 600 + "]", "more than 1000 aliases"),
     ],
 )  # fmt: skip

@@ -459,12 +459,19 @@ def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_pa
             assert (refused.status_code, refused.json()["code"]) == (409, "QUEUE_CLOSED")
             assert (await ask("run", str(tmp_path / "job.yaml"), "-d")).status == 0
             moved = await ask("set", "hello-2", "queue=team/a")
-            assert moved.status == 2 and why in moved.err
+            assert moved.status == 2 and why in moved.err and moved.err.count("rota queues") == 1
+            assert (await ask("set", "hello-1", "queue=team/a")).status == 0, "it is in it already"
             if state == "closed":
                 assert (await service.until("hello-1", JobState.QUEUED))["state"] == "QUEUED"
         await service.until("hello-1", JobState.ADMITTED)  # what a draining queue has already, it starts
 
     with_cli(tmp_path, test)
+
+
+def test_a_path_of_a_queue_that_cannot_be_read_is_one_mistake() -> None:
+    with pytest.raises(JobFileError) as refused:
+        read_queues("- {path: 'a/'}\n", filename="q.yaml")
+    assert [one.loc for one in refused.value.problems] == ["queues[0].path"]
 
 
 def test_every_mistake_of_a_tree_of_queues_is_reported_in_one_form(tmp_path: Path) -> None:

@@ -407,7 +407,9 @@ class Job:
         n = _replicas(name, word, fields.pop("replicas", n)) if word == "replicas" or n is not None else None
         res = _part(name, "resources", fields.pop("resources", res))
         contract = _part(name, "fail", fail)
-        for word in fields.keys() & _RESOURCES:
+        if env is not None and not isinstance(env, Mapping):
+            raise BadInput(f"role {name!r}: env={env!r} is not a mapping", hint="write env={'NAME': 'text'}")
+        for word in (one for one in fields if one in _RESOURCES):
             hint = f"write resources={{{word!r}: {fields[word]!r}}}"
             raise BadInput(f"role {name!r} has no field {word!r}", hint=hint)
         _known(f"role {name!r}", fields, {*_ROLE, *_ALSO})

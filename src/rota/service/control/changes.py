@@ -83,7 +83,7 @@ def check_queue(scheduler: Scheduler, path: str) -> None:
     """Raises UnknownName or Conflict for a queue that no job may be submitted to."""
     if (fault := queue_fault(scheduler, path)) is not None:
         kind = Conflict if fault.code == Reason.QUEUE_CLOSED else UnknownName
-        raise kind(f"{fault.message}; {fault.hint}", code=fault.code)
+        raise kind(fault.message, hint=fault.hint, code=fault.code)
 
 
 _NAMES = ", ".join((*CHANGEABLE[:-1], "labels.NAME"))
@@ -99,7 +99,8 @@ def checked_changes(changes: Mapping[str, object], spec: JobSpec, scheduler: Sch
         if path in _PLAIN:
             checked[path] = _PLAIN[path](value)
         elif path == "queue":
-            check_queue(scheduler, str(value))
+            if value != spec.queue:
+                check_queue(scheduler, str(value))
             checked[path] = str(value)
         elif path.startswith("labels."):
             name = path.removeprefix("labels.")
@@ -209,6 +210,7 @@ def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tupl
         _, place = place_of(root, path)
         if path not in wrong and (whole or not orphan):
             errors.add(place, path, broken.message, hint=broken.hint)
+            wrong.add(path)
     errors.raise_if_any()
     return tuple(queue for _, queue in kept)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from rota.service.jobfile.nodes import (
@@ -108,8 +109,9 @@ class _Reader:
         known = len(self.errors.paths)
         job = read_part(JobPart, root, self.errors)
         unread = self.errors.paths[known:]
+        passes = 0
         while job is None:
-            if not isinstance(root, MappingNode):
+            if not isinstance(root, MappingNode) or (passes := passes + 1) > _PASSES_MAX:
                 raise self.errors.error()
             root, again = _without(root, unread), ErrorCollector("", filename)
             job, unread = read_part(JobPart, root, again), again.paths
@@ -147,11 +149,15 @@ class _Reader:
         self.errors.add(find_place(self._root, path), path, found.message, hint=hint, code=found.code)
 
 
+_PASSES_MAX = 10
+"""How often what cannot be read is left out, so that the rules are tried on the rest too; two are enough for most."""
+
+
 def _without(root: MappingNode, paths: Iterable[Path]) -> MappingNode:
     """A copy without the fields of these problems; the job keeps a name, and its roles at least their names."""
     copy = cut_fields(root, paths)
     was, kept = root.at("roles"), copy.at("roles")
-    names = was if isinstance(was, MappingNode) else ()
+    names = islice(was, rules.ROLES_MAX) if isinstance(was, MappingNode) else ()
     roles = {name: MappingNode({}, root.place) for name in names} | (kept if isinstance(kept, MappingNode) else {})
     name, roles_key = ScalarNode("name", root.place), ScalarNode("roles", root.place)
     job = {name: ScalarNode("job", root.place), **copy, roles_key: MappingNode(roles, root.place)}

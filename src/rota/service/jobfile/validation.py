@@ -148,7 +148,7 @@ class Number(Kind[float]):
     def read(self, node: object) -> float:
         value = node.value if isinstance(node, ScalarNode) else None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise unexpected(self.words, node, hint=_number_hint(node))
+            raise unexpected(self.words, node, hint=_number_hint(node, whole=self.whole))
         if self.whole and not isinstance(value, int):
             hint = f"write {int(value)}" if isfinite(value) and value == int(value) else ""
             raise unexpected(self.words, node, hint=hint)
@@ -164,11 +164,11 @@ class Number(Kind[float]):
         return {**limits, "maximum": self.high} if self.high < 10**9 else limits
 
 
-def _number_hint(node: object) -> str:
+def _number_hint(node: object, *, whole: bool) -> str:
     if not isinstance(node, ScalarNode):
         return ""
     bare = node.strip().replace("_", "").replace(",", "")
-    if re.fullmatch(r"\d{1,9}m", bare):  # of Kubernetes: thousandths of a core
+    if not whole and re.fullmatch(r"\d{1,9}m", bare):  # of Kubernetes: thousandths of a core
         return f"write {int(bare[:-1]) / 1000:g}"
     if bare.lstrip("+-").isdigit() and len(bare) <= 18 and (not node.plain or bare != node):
         return f"write {int(bare)}"

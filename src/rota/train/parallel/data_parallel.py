@@ -65,7 +65,7 @@ def check_reduced(model: DistributedDataParallel) -> None:
         if "finished reduction" not in str(error):
             raise
         trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
-        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = [trained[int(index)] for index in listed[1].split() if int(index) < len(trained)] if listed else []
         of_them = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
         raise BadInput(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standing import HELLO, Standing, standing
+from standing import HELLO, Standing, standing, with_service
 from test_cli import rota, with_cli
 from tests import postgres
 
@@ -122,6 +122,15 @@ def test_a_restored_installation_and_its_jobs_say_so_until_they_have_ended(tmp_p
         assert "restored" not in (await ask("status")).err and "from a back-up" in (await ask("show", "hello-1")).out
 
     with_cli(tmp_path / "new", test)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"at": "x", "file": "b"}', "\0\xff"])
+def test_a_damaged_note_of_a_restore_keeps_no_service_down(tmp_path: Path, text: str) -> None:
+    async def test(service: Standing) -> None:
+        assert (await service.submit())["restored_at"] is None
+
+    (tmp_path / "restored.json").write_text(text)
+    with_service(tmp_path, test)
 
 
 def _home(root: Path):

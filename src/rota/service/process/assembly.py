@@ -134,10 +134,11 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
 
 
 def _restored(home: Home) -> Restored | None:
-    try:
-        return Restored(**json.loads(home.restored.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
+    """The restore that filled the home; None also of a file that is damaged, for which no service may stay down."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(home.restored.read_text(encoding="utf-8"))
+        return Restored(at=float(found["at"]), file=str(found["file"]))
+    return None
 
 
 def make_scheduler(settings: Settings) -> Scheduler:

@@ -42,6 +42,17 @@ def test_two_workers_share_a_journal_and_a_third_reads_all_of_it(tmp_path: Path)
     assert len(set(one.samples(first, 0, 6) + two.samples(second, 6, 12))) == 12
 
 
+def test_positions_outside_a_lease_are_refused_with_its_range(tmp_path: Path) -> None:
+    journal = ShardJournal(tmp_path, DataSpec(samples=10, shard_size=4), worker=0)
+    lease = journal.lease()
+    assert lease is not None
+    with pytest.raises(BadInput, match="positions: 0 to 99 are not in 0 to 4 of lease 1"):
+        journal.samples(lease, 0, 99)
+    for offset in (99, -1):
+        with pytest.raises(BadInput, match=f"offset: {offset} is not in 0 to 4 of lease 1"):
+            journal.advance(lease, offset)
+
+
 def test_a_torn_record_is_cut_off_and_the_next_one_counts(tmp_path: Path) -> None:
     one = ShardJournal(tmp_path, SPEC, worker=0)
     lease = one.lease()

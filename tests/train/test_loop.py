@@ -115,6 +115,7 @@ def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(alone: N
         ({"build": lambda: None}, "build: gives NoneType"),
         ({"build": torch.nn.ReLU}, "build: ReLU has no parameter that is trained"),
         ({"data": lambda *_: None}, "batch: NoneType is neither (inputs, targets) nor a mapping with 'labels'"),
+        ({"data": lambda *_: next(iter(()))}, "data: ended before step 1 of 1"),
         ({"data": lambda *_: (1, 2, 3)}, "batch: tuple of 3 is neither"),
         ({"data": lambda step, rows: data(step, rows)[0]}, "batch: Tensor is neither"),
         ({"data": lambda step, rows: (data(step, rows)[0], [1])}, "batch: targets are list, not a tensor"),

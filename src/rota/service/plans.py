@@ -305,10 +305,7 @@ def load_plan(path: Path) -> tuple[ParallelPlan, JsonObject]:
     """A plan from a plan file or a search result, and the whole content."""
     raw = read_json(path, "plan")
     content: JsonObject = raw if isinstance(raw, dict) else {}
-    inner = content.get("plan", raw)
-    if inner is None:
-        raise BadInput(f"{path}: the search found no plan")
-    return ParallelPlan.from_json(json.dumps(inner)), content
+    return ParallelPlan.from_json(json.dumps(raw)), content
 
 
 def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: str) -> PlanAnswer:

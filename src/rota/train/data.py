@@ -108,7 +108,10 @@ class ShardJournal:
             blocking_sleep(LOOK_S)
 
     def advance(self, lease: Lease, offset: int) -> Lease:
-        """Count the samples before ``offset``. Raises Fenced when the lease ran out: these samples are not counted."""
+        """Count the samples before ``offset``. Raises BadInput for one outside the lease, Fenced when the lease is
+        over: these samples are not counted."""
+        if not lease.offset <= offset <= lease.end:
+            raise BadInput(f"offset: {offset} is not in {lease.offset} to {lease.end} of lease {lease.number}")
         moved = self._do({"do": "advance", "number": lease.number, "offset": offset})
         if not isinstance(moved, Lease):
             text = (
@@ -118,7 +121,11 @@ class ShardJournal:
         return moved
 
     def samples(self, lease: Lease, begin: int, end: int) -> list[int]:
-        """The samples at positions ``[begin, end)`` of a lease."""
+        """The samples at positions ``[begin, end)`` of a lease. Raises BadInput for positions that it does not have."""
+        if not lease.begin <= begin <= end <= lease.end:
+            raise BadInput(
+                f"positions: {begin} to {end} are not in {lease.begin} to {lease.end} of lease {lease.number}"
+            )
         return [sample_at(at, self._spec.samples, self._spec.seed, lease.epoch) for at in range(begin, end)]
 
     def snapshot(self) -> Cursor:

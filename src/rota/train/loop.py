@@ -177,7 +177,11 @@ def _run(
             if rate is not None:
                 set_rate(trained.optimizer, checked_rate(step, rate(step)))
             torch.manual_seed(seed_of(seed, step))
-            batch = data(step, trained.rows)
+            try:
+                batch = data(step, trained.rows)
+            except StopIteration as end:  # of an iterator that the function reads
+                hint = "give fewer steps, or begin it again at its end"
+                raise BadInput(f"data: ended before step {step + 1} of {steps}", hint=hint) from end
             torch.manual_seed(seed_of(seed, step, 1 + trained.draws))
             result = trained.step(batch)
             step += 1

@@ -56,6 +56,14 @@ def test_a_plan_survives_its_json_form_with_equal_bytes(plan: ParallelPlan) -> N
     assert ParallelPlan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 
+def test_the_document_of_a_search_is_read_as_its_plan() -> None:
+    plan = data_parallel(layers=4, dp=2)
+    document = {"api": "rota/v1", "kind": "PlanSearch", "plan": json.loads(plan.to_json()), "helps": []}
+    assert ParallelPlan.from_json(json.dumps(document)) == plan
+    with pytest.raises(BadInput, match="plan: the search found none"):
+        ParallelPlan.from_json(json.dumps({**document, "plan": None}))
+
+
 @given(plans)
 def test_the_id_leaves_prediction_and_certificate_out_and_nothing_else(plan: ParallelPlan) -> None:
     assert replace(plan, prediction={"memory_gib": 9.0}, certificate={"gap_pct": 0}).id == plan.id

@@ -233,11 +233,17 @@ class ParallelPlan:
 
     @staticmethod
     def from_json(text: str) -> ParallelPlan:
-        """Inverse of ``to_json``. Raises BadInput that names the field for malformed or unknown content."""
+        """Inverse of ``to_json``; of the document of ``rota plan search`` its plan.
+
+        Raises BadInput that names the field for malformed or unknown content, and for a search without a plan.
+        """
         try:
-            raw = json.loads(text)
+            read: object = json.loads(text)
         except json.JSONDecodeError as error:
             raise BadInput(f"plan: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raw = cast("Any", read)
+        if isinstance(read, dict) and "plan" in read and (raw := raw["plan"]) is None:
+            raise BadInput("plan: the search found none", hint="see what would help: 'helps' of its document")
         _refuse_unknown_below(raw)
         if raw.get("rota_plan", FORMAT_VERSION) != FORMAT_VERSION:
             raise BadInput(f"plan.rota_plan: {raw['rota_plan']} is not {FORMAT_VERSION}, the format this version reads")

@@ -119,7 +119,7 @@ def test_an_unknown_queue_and_an_unknown_job_name_what_was_meant(tmp_path: Path)
         await service.submit()
         queue = await service.http.post("/api/v1/jobs", json={"source": "queue: defualt\n" + HELLO})
         assert queue.status_code == 404
-        assert "default" in queue.json()["detail"]
+        assert queue.json()["detail"] == "queue 'defualt' does not exist" and "'default'" in queue.json()["hint"]
         job = await service.http.get("/api/v1/jobs/helo-1")
         assert job.status_code == 404
         assert "hello-1" in job.json()["hint"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -89,7 +90,13 @@ def gone(pid: int, within_s: float) -> float:
     return time.monotonic() - began
 
 
+def audited(installation: Installation) -> list[dict[str, Any]]:
+    """The newest entries of the audit."""
+    return json.loads(installation.rota("audit", "--json").stdout)["items"]
+
+
 def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_program(held: Installation) -> None:
+    before = audited(held)
     shell = OnTerminal(held, "exec", "-it", "held-1", "--", "sh")
     shell.until(r"[$#] ")
     typed(shell, "echo at $ROTA_INSTANCE $FLAVOUR $TERM; tty; test -t 0 && test -t 1 && echo a-tty\n")
@@ -108,7 +115,7 @@ def test_exec_on_a_terminal_has_keys_ctrl_c_window_size_and_the_status_of_the_pr
     assert shell.text.count("x") >= 300_000
     typed(shell, "exit 7\n")
     assert shell.end() == 7
-    audit = json.loads(held.rota("audit", "--json").stdout)["items"]
+    audit = [one for one in audited(held) if one not in before]
     lines = [one for one in audit if one["path"].endswith(":terminal")]
     assert [(one["instance"], one["command"], one["status"]) for one in lines] == [("main/0", "sh", 201)]
     assert not [one for one in audit if "/terminals/" in one["path"]]  # what is typed is not in the audit

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from standing import LIMIT_S, Standing, with_service
 from test_cli import with_cli
+from tests.job.core.conftest import Driven
+from tests.makers import command, fail, loop, mesh, service, spec
 
 from rota.job.core.desired import timers
 from rota.service.cli.verbs.cluster import _note
+from rota.service.views.job_history import Drain, JobHistory, begin_history
+from rota.service.views.jobs import leaving, reason_of
 from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
     Event,
     FailoverEnded,
     FailoverStarted,
@@ -22,6 +29,7 @@ from rota.spec.events import (
     GangReleased,
     GangReserved,
     GangWaits,
+    InstanceLost,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
@@ -30,7 +38,7 @@ from rota.spec.events import (
     TimerFired,
 )
 from rota.spec.gang import BundleAsk, GangRequest
-from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
 from rota.spec.states import JobState, Level
@@ -188,3 +196,127 @@ def test_a_drained_node_without_jobs_is_drained_at_once_and_an_old_server_has_no
     assert note({"text": "", "jobs": [], "drain": {"jobs_left": 0, "until": None, "safe": True}}).startswith(
         "drained: safe"
     )
+
+
+# -- what a job says of a drain, by the clock of its records ----------------------------------------------------------
+
+
+def told_by(driven: Driven) -> JobHistory:
+    story = begin_history(driven.records[0])
+    for record in driven.records[1:]:
+        story.apply(record)
+    return story
+
+
+def drain(driven: Driven, node: str, why: str = "", *, notice_s: float | None = 60.0, after_s: float = 1.0) -> None:
+    due_at = None if notice_s is None else driven.ctx.at_s + notice_s
+    driven.feed(MoveAsked(node=NodeId(node), due_at=due_at, text=why), after_s=after_s)
+
+
+def end_notice(driven: Driven) -> None:
+    [due] = [one.timer for one in timers(driven.ctx) if one.timer.startswith("drain/")]
+    driven.feed(TimerFired(timer=due), after_s=60.0)
+
+
+def commit(driven: Driven, n: int, *, after_s: float) -> None:
+    driven.feed(Committed(n=n, loop_epoch=driven.ctx.loop_epoch), after_s=after_s)
+
+
+def last_drain(driven: Driven) -> Drain:
+    return told_by(driven).drains[-1]
+
+
+def test_a_job_without_state_is_not_told_that_it_loses_nothing_in_half_a_sentence() -> None:
+    driven = Driven().run(spec(command("w", fail=fail(state=("none",)))))
+    drain(driven, "h0")
+    assert leaving(told_by(driven)).endswith("; without it by then the whole job waits in its queue")
+    holds = Driven().run(spec(command("w")))
+    drain(holds, "h0")
+    assert leaving(told_by(holds)).endswith(" waits in its queue, and loses 1m00s of work (no commit or checkpoint)")
+
+
+@pytest.mark.parametrize("other", ["withdrawn", "later", "sooner is withdrawn too late"])
+def test_the_drain_that_ends_an_attempt_is_named_whatever_came_of_a_newer_one(other: str) -> None:
+    driven = Driven().run(spec(command("w", 2)), "h0", "h1")
+    drain(driven, "h0", "AAA")
+    drain(driven, "h1", "BBB", notice_s=600.0)
+    if other == "withdrawn":
+        drain(driven, "h1", notice_s=None)
+    driven.settle()
+    end_notice(driven)
+    if other == "sooner is withdrawn too late":
+        drain(driven, "h0", notice_s=None)
+    stops = "h0 is drained (AAA): no other node had room, so it waits in its queue"
+    assert (driven.ctx.state, reason_of(told_by(driven))[1]) == (JobState.PREEMPTING, stops)
+    driven.settle()
+    story = told_by(driven)
+    went = "h0 was drained (AAA): no other node had room, so the job went back into its queue and lost "
+    assert story.state is JobState.QUEUED and story.attempts[-1].text.startswith(went)
+    assert story.drains[0].outcome == "queued"
+    assert story.drains[-1].outcome == ("withdrawn" if other == "withdrawn" else "ended")
+
+
+def test_a_move_at_the_end_of_the_notice_loses_what_came_after_the_commit_and_one_at_a_commit_nothing() -> None:
+    driven = Driven().run(spec(service("w"), loop()))
+    commit(driven, 1, after_s=100.0)
+    driven.free = ["h1"]
+    drain(driven, "h0", after_s=40.0)
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING and last_drain(driven).outcome == "waits"
+    end_notice(driven)
+    driven.settle()
+    assert (last_drain(driven).outcome, last_drain(driven).lost) == ("moved", "1m40s of work since commit 1")
+    driven.free = ["h2"]
+    drain(driven, "h1")
+    driven.settle()
+    commit(driven, 2, after_s=30.0)
+    driven.settle()
+    assert (last_drain(driven).outcome, last_drain(driven).lost) == ("moved", "")
+
+
+def test_commits_that_were_in_the_memory_of_the_node_alone_are_named_with_what_is_lost() -> None:
+    driven = Driven()
+    driven.saves = False
+    driven.run(spec(mesh("actor"), loop()))
+    commit(driven, 1, after_s=10.0)
+    driven.feed(CheckpointSaved(n=1, path="c"))
+    commit(driven, 2, after_s=10.0)
+    driven.free = ["h1"]
+    drain(driven, "h0", after_s=40.0)
+    driven.settle()
+    end_notice(driven)
+    assert driven.ctx.spec is not None and last_drain(driven).outcome == "waits", "its state is being saved"
+    [saves] = [one for one in timers(driven.ctx) if one.timer.startswith("drain/")]
+    driven.feed(TimerFired(timer=saves.timer), after_s=saves.after_s)
+    driven.settle()
+    assert last_drain(driven).outcome == "moved" and driven.ctx.committed == 1
+    assert last_drain(driven).lost.endswith(" of work since commit 2, and commit 2")
+
+
+def test_what_a_member_has_not_saved_outlives_the_recovery_of_another_and_ends_with_its_own_move() -> None:
+    driven = Driven().run(spec(command("w", 2)), "h0", "h1")
+    driven.feed(InstanceLost(role=W, rank=1, epoch=Epoch(1), reason=Reason.SIGNALLED), after_s=600.0)
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING and driven.ctx.instances[InstanceId(W, 1)].epoch > 1
+    for node, place, lost in (("h0", "h2", "12m00s"), ("h2", "h3", "2m00s")):
+        driven.free = [place]
+        drain(driven, node, notice_s=3600.0, after_s=60.0)
+        driven.settle()
+        end_notice(driven)
+        driven.settle()
+        assert (last_drain(driven).outcome, last_drain(driven).lost) == (
+            "moved",
+            f"{lost} of work (no commit or checkpoint)",
+        )
+
+
+def test_a_checkpoint_of_a_script_saves_its_work() -> None:
+    driven = Driven().run(spec(command("w")))
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=600.0)
+    drain(driven, "h0")
+    assert leaving(told_by(driven)).endswith(", and loses 1m00s of work since its last checkpoint")
+    driven.free = ["h1"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=30.0)
+    driven.settle()
+    assert (last_drain(driven).outcome, last_drain(driven).lost) == ("moved", "")

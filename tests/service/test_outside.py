@@ -443,12 +443,14 @@ def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_pa
             (tmp_path / "queues.yaml").write_text(tree.replace("STATE", state))
             assert (await ask("queues", "apply", str(tmp_path / "queues.yaml"))).status == 0
 
+        async def is_closed() -> bool:
+            return "QUEUE_CLOSED" in (await ask("explain", "hello-1")).out
+
         run = ["run", str(tmp_path / "job.yaml"), "-d", "-q", "team/a"]
         await apply("stopped")
         assert (await ask(*run)).out == "hello-1\n"
         assert (await service.until("hello-1", JobState.QUEUED))["state"] == "QUEUED"
-        while "QUEUE_CLOSED" not in (await ask("explain", "hello-1")).out:
-            await asyncio.sleep(0.02)
+        await service.until_true(is_closed)
         for state in ("closed", "draining"):
             await apply(state)
             why = f"queue 'team' is {state} and takes no new jobs"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from rota.spec import events as e
 from rota.spec.events import InstanceLost, JobEnded, Record
 from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
-from rota.spec.job import JobSpec
+from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import format_duration
 from rota.spec.states import AskState, InstanceState, JobState, Level
@@ -37,6 +37,8 @@ class InstanceHistory:
     start_time: float = 0.0
     error: e.InstanceLost | None = None
     error_at: float = 0.0
+    works_since: float | None = None
+    """When its job ran first with this start of it; None for a standby and until then."""
 
     @property
     def state(self) -> InstanceState:
@@ -97,7 +99,10 @@ class Drain:
     @property
     def cause(self) -> str:
         """The node and why it is drained."""
-        return f"{self.node} is drained" + (f" ({self.why})" if self.why else "")
+        return self._cause("is")
+
+    def _cause(self, verb: str) -> str:
+        return f"{self.node} {verb} drained" + (f" ({self.why})" if self.why else "")
 
     @property
     def text(self) -> str:
@@ -110,8 +115,7 @@ class Drain:
             "ended": "the job ended its attempt before it had to leave",
         }[self.outcome]
         lost = f" and lost {self.lost}" if self.lost else ""
-        is_drained = self.cause if self.outcome == "waits" else self.cause.replace(" is ", " was ", 1)
-        return f"{is_drained}: {came}{lost}"
+        return f"{self._cause('is' if self.outcome == 'waits' else 'was')}: {came}{lost}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,6 +174,10 @@ class JobHistory:
     master_at: float = 0.0
     commit: e.Committed | None = None
     commit_at: float = 0.0
+    saved_at: float = 0.0
+    """When all work was last saved: by a commit, or by a checkpoint of a job without a loop."""
+    saved_at_boundary: bool = False
+    """True when members may leave their node since just then, not since the end of the notice of a drain."""
     stop: e.StopAsked | None = None
     preempt: e.PreemptAsked | None = None
     edits: list[Edit] = field(default_factory=list)
@@ -293,6 +301,7 @@ class JobHistory:
         self._note(record.at, before, record.event)
         self._follow_instances(record.at, before, record.event)
         self._follow_drains(record.at, before, record.event)
+        self._follow_work(record.at, before, record.event)
         self._follow_attempts(record.at, before, record.event)
         self._follow_recovery(record.at, before, record.event)
         self._follow_healing(record, before)
@@ -320,6 +329,29 @@ class JobHistory:
             case _:
                 pass
 
+    def _follow_work(self, at: float, before: JobContext, event: e.Event) -> None:
+        ctx = self.ctx
+        match event:
+            case e.FailoverStarted() if ctx.open_failover == event.failover != before.open_failover:
+                for role, rank, _ in event.scope:
+                    if (one := self.instances.get((role, rank))) is not None:
+                        one.works_since = None
+            case e.JobRequeued():
+                for one in self.instances.values():
+                    one.works_since = None
+            case e.Committed() if ctx.committed == event.n > before.committed:
+                self.saved_at, self.saved_at_boundary = at, ctx.boundary
+            case e.CheckpointSaved() if ctx.plan.loop is None:
+                self.saved_at, self.saved_at_boundary = at, ctx.boundary
+            case _ if not before.boundary and ctx.boundary:
+                self.saved_at_boundary = False
+            case _:
+                pass
+        if ctx.state is JobState.RUNNING is not before.state:
+            for one in self.instances.values():
+                if one.works_since is None and not one.now.spare:
+                    one.works_since = at
+
     def _follow_instances(self, at: float, before: JobContext, event: e.Event) -> None:
         if self.ctx.instances is before.instances:
             return
@@ -341,6 +373,8 @@ class JobHistory:
 
     def _follow_drains(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
+            case e.MoveAsked() if before.ending is not None:
+                pass  # what ends the attempt is decided
             case e.MoveAsked(node=node, due_at=float(due_at)):
                 self._end_drains(at, "withdrawn", node)  # the same node, by another time or for another reason
                 self.drains.append(Drain(at=at, attempt=self.ctx.attempt, node=node, due_at=due_at, why=event.text))
@@ -348,9 +382,17 @@ class JobHistory:
                 self._end_drains(at, "withdrawn", node)
             case e.FailoverStarted(reason=Reason.MIGRATED_DRAIN) if self.ctx.open_failover != before.open_failover:
                 node = before.bundle(InstanceId(event.role, event.rank))[1].node
-                self._end_drains(at, "moved", node, self.at_stake(before, at) if event.restore < 1 else "")
+                moved = {(role, rank) for role, rank, _ in event.scope}
+                at_once = before.boundary and self.saved_at_boundary
+                self._end_drains(at, "moved", node, "" if at_once else self.at_stake(before, at, moved))
+            case e.RolledBack(from_commit=old, to_commit=new) if new < old and before.failover is not None:
+                if before.failover.cause.reason is Reason.MIGRATED_DRAIN and (left := self.drain("moved")) is not None:
+                    commits = f"commit {old}" if old == new + 1 else f"commits {new + 1} to {old}"
+                    left.lost = f"{left.lost}, and {commits}" if left.lost else commits
             case e.JobRequeued(reason=Reason.MIGRATED_DRAIN):
-                self._end_drains(at, "queued", lost=self.at_stake(before, at))
+                if (due := self.drain("waits")) is not None:
+                    self._end_drains(at, "queued", due.node, self.at_stake(before, at))
+                self._end_drains(at, "ended")
             case e.JobRequeued() | e.JobEnded():
                 self._end_drains(at, "ended")
             case _:
@@ -361,12 +403,24 @@ class JobHistory:
             if one.outcome == "waits" and node in (None, one.node):
                 one.outcome, one.ended_at, one.lost = outcome, at, lost
 
-    def at_stake(self, ctx: JobContext, at: float) -> str:
-        """The work that is in no commit, in words; empty before it runs, and for ``fail: {state: none}``."""
-        if ctx.runs_since_s is None or all("none" in role.fail.state for role in self.spec.roles):
+    def drain(self, outcome: Outcome) -> Drain | None:
+        """Of the drains of this attempt with this outcome the last that ended; of those yet open, the first due."""
+        found = (one for one in self.drains if one.outcome == outcome and one.attempt == self.ctx.attempt)
+        return max(found, key=lambda one: (one.ended_at or 0.0, -one.due_at), default=None)
+
+    def at_stake(self, ctx: JobContext, at: float, members: Collection[Key] | None = None) -> str:
+        """The work of these members (None: of all) that nothing has saved, in words; empty where they hold none.
+
+        None is held before the job runs, for ``fail: {state: none}``, and beside a loop by who has no state.
+        """
+        roles = {role.name for role in self.spec.roles if _holds_work(ctx, role)}
+        ours = (one for key, one in self.instances.items() if key[0] in roles and (members is None or key in members))
+        begun = [one.works_since for one in ours if one.works_since is not None]
+        if not begun:
             return ""
-        since = max(ctx.runs_since_s, self.commit_at) if ctx.committed else ctx.runs_since_s
-        saved = f"since commit {ctx.committed}" if ctx.committed else "(no commit or checkpoint)"
+        since, by_hand = max(min(begun), self.saved_at), self.saved_at > min(begun)
+        last = f"since commit {ctx.committed}" if ctx.committed else "since its last checkpoint"
+        saved = last if ctx.committed or by_hand else "(no commit or checkpoint)"
         return f"{format_duration(at - since)} of work {saved}"
 
     def _follow_attempts(self, at: float, before: JobContext, event: e.Event) -> None:
@@ -384,8 +438,8 @@ class JobHistory:
                 self.waits = None
             case e.JobRequeued(reason=reason):
                 self._close_attempt(at, reason)
-                if self.attempts and reason is Reason.MIGRATED_DRAIN and self.drains:
-                    self.attempts[-1].text = self.drains[-1].text
+                if self.attempts and reason is Reason.MIGRATED_DRAIN and (left := self.drain("queued")) is not None:
+                    self.attempts[-1].text = left.text
                 self._restarted(at, before, event)
                 if self.attempts and self.preempt is not None and self.preempt.reason is reason:
                     self.attempts[-1].for_job = self.preempt.for_job
@@ -475,6 +529,14 @@ class JobHistory:
         given: dict[str, Any] = {"number": None, "level": Level.JOB, "seen_at": seen_at, "scope": every, **more}
         self.failures.append(Recovery(cause=cause, decided_at=at, **{"losses": tuple(self.unclaimed), **given}))
         self.unclaimed.clear()
+
+
+def _holds_work(ctx: JobContext, role: RoleSpec) -> bool:
+    """True where work is lost with a process: beside a loop only what it or a role with state does, or a command."""
+    if "none" in role.fail.state:
+        return False
+    plan = ctx.plan
+    return plan.loop in (None, role.name) or role.name in plan.stateful or role.run is not None
 
 
 def _loss(said: e.FailoverStarted | e.JobEnded, *, epoch: Epoch) -> e.InstanceLost:

@@ -132,8 +132,9 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
         return Reason.PAUSED, INFO[Reason.PAUSED].text
     if job.preempt is not None:
         return job.preempt.reason, moved_text(job.preempt.reason, job.preempt.for_job)
-    if job.state is JobState.PREEMPTING and job.ctx.drains and job.drains:
-        return Reason.MIGRATED_DRAIN, f"{job.drains[-1].cause}: no other node had room, so it waits in its queue"
+    ending = job.ctx.ending
+    if ending is not None and ending.reason is Reason.MIGRATED_DRAIN and (due := job.drain("waits")) is not None:
+        return Reason.MIGRATED_DRAIN, f"{due.cause}: no other node had room, so it waits in its queue"
     if job.state in (JobState.QUEUED, JobState.ADMITTED) and job.waits is not None:
         now = wait_of(job.id) if job.state is JobState.QUEUED else None
         wait = now or job.waits
@@ -156,7 +157,8 @@ def leaving(job: JobHistory) -> str:
     node = ctx.bundle(there[0].id)[1].node
     until = datetime.fromtimestamp(ctx.drains[node], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     names = ", ".join(str(one.id) for one in there[:3]) + (" ..." if len(there) > 3 else "")
-    cost = "" if ctx.committed else f", and loses {job.at_stake(ctx, ctx.drains[node])}"
+    lost = "" if ctx.committed else job.at_stake(ctx, ctx.drains[node])
+    cost = lost and f", and loses {lost}"
     ask = next((one for one in ctx.asks if one.state in (AskState.ASKED, AskState.HELD) and leaves(ctx, one)), None)
     how = f"to other nodes, at the next commit or checkpoint or then{cost}"
     if ask is None or ask.state is not AskState.HELD:

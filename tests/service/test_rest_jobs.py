@@ -404,6 +404,31 @@ def test_a_waiting_job_is_paused_and_resumed_and_asking_twice_is_asking_once(tmp
     with_service(tmp_path, test)
 
 
+def test_a_script_with_checkpoints_of_its_own_is_told_how_to_continue_from_them(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        ends = {
+            "hello-1": (JobState.FAILED, Reason.TIME_LIMIT),
+            "hello-2": (JobState.CANCELLED, Reason.STOPPED_BY_USER),
+        }
+        for job, (state, reason) in ends.items():
+            assert (await service.submit())["id"] == job
+            await service.until(job, JobState.ADMITTED)
+            service.as_master(job, JobEnded(state=state, reason=reason))
+            await service.until(job, state)
+            assert (await service.get(f"/jobs/{job}"))["checkpoints"] == ""
+        hints = [(await service.http.post(f"/api/v1/jobs/{job}:resume")).json()["hint"] for job in ends]
+        assert hints[0] == "none of its commits is kept: rota clone hello-1 begins anew"
+        assert hints[1].endswith("rota clone hello-2 begins anew; rota pause in place of stop keeps them")
+        folder = service.app.home.checkpoints / "hello-1"
+        folder.mkdir(parents=True)
+        (folder / "last.pt").write_text("60")
+        assert (await service.get("/jobs/hello-1"))["checkpoints"] == str(folder)
+        hint = (await service.http.post("/api/v1/jobs/hello-1:resume")).json()["hint"]
+        assert hint.endswith(f"continues by: rota clone hello-1 --set checkpoint.dir={folder}")
+
+    with_service(tmp_path, test)
+
+
 def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         job = (await service.submit())["id"]

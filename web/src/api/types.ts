@@ -436,6 +436,7 @@ export interface JobDocument {
   events: number;
   output: string;
   output_url: string;
+  checkpoints: string;
   upload: UploadFields | null;
   restored_at: string | null;
   url: string;

@@ -252,6 +252,7 @@ class JobDocument(JobRow):
     events: int
     output: str
     output_url: str
+    checkpoints: str
     upload: UploadFields | None
     restored_at: Moment | None
     url: str

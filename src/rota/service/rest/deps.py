@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -364,6 +364,16 @@ class JobAccess:
         """True when there may be a master to ask."""
         return self.job.state.holds_devices and self.job.master is not None
 
+    def checkpoints(self) -> str:
+        """The folder of its checkpoints: that of its file, else its own where it is here and not empty; else empty."""
+        job = self.job
+        if job.spec.checkpoint and job.spec.checkpoint.dir:
+            return job.spec.checkpoint.dir
+        own = self.app.home.checkpoints / job.id
+        with suppress(OSError):
+            return str(own) if any(own.iterdir()) else ""
+        return ""
+
     def document(self, beats: Mapping[str, HeartbeatFields] | None = None) -> JobDocument:
         """The job as its caller may see it: without commands and tracebacks for who may not read it."""
         app, job = self.app, self.job
@@ -378,6 +388,7 @@ class JobAccess:
             beats,
             suspected=suspected,
             output=output,
+            checkpoints=self.checkpoints(),
             url=url,
             restored_at=restored_at,
         )

@@ -206,6 +206,7 @@ def job_document(
     *,
     suspected: str = "",
     output: str = "",
+    checkpoints: str = "",
     url: str = "",
     restored_at: float | None = None,
 ) -> JobDocument:
@@ -231,6 +232,7 @@ def job_document(
         events=job.last_number,
         output=output,
         output_url=job.spec.output_url or "",
+        checkpoints=checkpoints,
         upload=None if job.upload is None else document(UploadFields, job.upload, notes=list(job.upload.notes)),
         restored_at=restored_at,
         url=url,
@@ -252,6 +254,7 @@ def outlined(document: JobDocument) -> JobDocument:
         "workdir": "",
         "output": "",
         "output_url": "",
+        "checkpoints": "",
         "upload": None,
         "filename": "",
     }

@@ -221,6 +221,7 @@ def _job_page(term: Terminal, job: JobDocument) -> None:
             ("nodes", shortened(job["nodes"], 8)),
             ("workdir", job.get("workdir")),
             ("output", job.get("output")),
+            ("checkpoints", job.get("checkpoints")),
             ("uploaded", _upload_text(job)),
             ("page", job.get("url")),
         ]

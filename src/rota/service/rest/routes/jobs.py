@@ -292,7 +292,7 @@ async def resume(
         response.headers["Location"] = f"/api/v1/jobs/{new.id}"
         return JobAccess(app=on.app, caller=on.caller, job=new).document()
     if job.ended is not None or job.state is JobState.PREEMPTING:
-        hint = _how_to_begin_anew(job) if job.ended else "ask again when it is PAUSED"
+        hint = _how_to_begin_anew(on) if job.ended else "ask again when it is PAUSED"
         raise Conflict(f"{job.id} is {job.state.value}", hint=hint, state=job.state.value)
     if job.state is JobState.PAUSED:
         await on.append(JobQueued(from_commit=chosen))
@@ -451,11 +451,21 @@ def _check_commit(job: JobHistory, n: int) -> None:
         raise UnknownName(f"{job.id} has no saved commit {n}", hint=f"there are: {every} (0 is the start)")
 
 
-def _how_to_begin_anew(job: JobHistory) -> str:
+def _how_to_begin_anew(on: JobAccess) -> str:
     """What to do in place of resuming a job that ended."""
+    job, folder = on.job, on.checkpoints()
     if saved := [n for n in job.commits if n]:
         return f"rota resume {job.id} --from {saved[-1]} begins a new job with that commit"
-    return f"none of its commits is kept: rota clone {job.id} begins anew; rota pause in place of stop keeps them"
+    if folder:
+        given = (
+            ""
+            if job.spec.checkpoint and job.spec.checkpoint.dir
+            else f" --set {shlex.quote(f'checkpoint.dir={folder}')}"
+        )
+        return f"a script that saves and loads its own checkpoints continues by: rota clone {job.id}{given}"
+    stopped = job.ended is not None and job.ended.reason is Reason.STOPPED_BY_USER
+    advice = "; rota pause in place of stop keeps them" if stopped else ""
+    return f"none of its commits is kept: rota clone {job.id} begins anew{advice}"
 
 
 def _label(text: str) -> tuple[str, str]:

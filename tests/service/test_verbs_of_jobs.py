@@ -162,6 +162,27 @@ def test_an_unknown_queue_a_job_to_wait_for_a_drained_node_and_a_token_are_said_
     with_cli(tmp_path / "service", test)
 
 
+def test_several_nodes_are_marked_by_one_command_or_none_is(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        async def states() -> list[str]:
+            return [row["state"] for row in (await service.get("/nodes"))["items"]]
+
+        wrong = await ask("nodes", "cordon", "r0n0", "r0n7")
+        assert (wrong.status, await states()) == (2, ["healthy", "healthy"]), "none is marked beside an unknown one"
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        asked = await ask("nodes", "drain", "r0n0", "r0n1")
+        assert "Draining r0n0, r0n1 moves 1 job (hello-1); add --yes" in asked.err and asked.status == 2
+        assert await states() == ["healthy", "healthy"]
+        drained = (await ask("nodes", "drain", "r0n0", "r0n1", "--yes", "--json")).document
+        assert (drained["kind"], [one["node"] for one in drained["items"]]) == ("DrainPlanList", ["r0n0", "r0n1"])
+        assert (await states())[1] == "drained" and (await states())[0] in ("draining", "drained")
+        assert (await ask("nodes", "undrain", "r0n0", "r0n1")).out.splitlines()[0] == "r0n0 is healthy"
+        assert await states() == ["healthy", "healthy"]
+
+    with_cli(tmp_path / "service", test)
+
+
 def test_yaml_says_what_json_says(tmp_path: Path) -> None:
     def read(text: str) -> Any:
         return YAML(typ="safe", pure=True).load(text)

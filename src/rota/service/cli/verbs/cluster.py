@@ -25,7 +25,7 @@ from rota.service.cli.verbs.formatting import (
 from rota.spec.resources import counted, format_size
 
 if TYPE_CHECKING:
-    from rota.service.models.cluster import QueueRow, UsageRow
+    from rota.service.models.cluster import DrainPlan, QueueRow, UsageRow
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 
@@ -33,7 +33,7 @@ ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 def nodes(
     action: Annotated[str, Parameter(help="show, drain, cordon, undrain or uncordon; default: list.")] = "",
     node: Annotated[str, Parameter(help="The node to act on.")] = "",
-    *,
+    *more: Annotated[str, Parameter(name="MORE", help="Further nodes to drain, cordon or undrain.")],
     reason: Annotated[str, Parameter(help="Reason that users see.")] = "",
     notice: Annotated[str, Parameter(help="How long jobs on a drained node have to move.")] = "10m",
     dry_run: Annotated[bool, Parameter(help="Only list the affected jobs.")] = False,
@@ -55,30 +55,44 @@ def nodes(
 
     rota nodes show r0n1
 
-    rota nodes drain r0n1 --reason "new driver" --yes
+    rota nodes drain r0n1 r0n2 --reason "new driver" --yes
     """
     terminal = flags.terminal()
-    if action == "show" and node:
+    if action == "show" and node and not more:
         with flags.client() as client:
             status, usage = client.node(node), client.node_usage(node)
         terminal.show(usage, lambda term: _node_page(term, status, usage))
         return 0
     if action and (action not in ACTIONS or not node):
-        raise not_understood(["nodes", action, node], {"": "", **dict.fromkeys(("show", *ACTIONS), "NODE")})
+        forms = {"": "", "show": "NODE", **dict.fromkeys(ACTIONS, "NODE ...")}
+        raise not_understood(["nodes", action, node, *more], forms)
     if not action:
         return flags.answer(lambda client: client.nodes(), NODES)
+    marks: dict[str, Any] = {"reason": reason, "notice_s": ago_s(notice) if action == "drain" else None}
+    names = list(dict.fromkeys((node, *more)))
     with flags.client() as client:
-        notice_s = ago_s(notice) if action == "drain" else None
-        if action == "drain" and not yes and not dry_run:
-            jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
-            if jobs:
-                moved = f"{counted(len(jobs), 'job')} ({shortened(one['job'] for one in jobs)})"
-                for row in jobs:
-                    terminal.note(f"  {row['job']}: {row['effect']}")
-                confirm(f"Draining {node} moves {moved}", yes=yes)
-        plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
-    terminal.show(plan, lambda term: _drain_table(term, plan))
+        asks, plans = action == "drain" and not yes and not dry_run, list["DrainPlan"]()
+        if asks or more:  # of several, an unknown name is found before any is changed
+            plans = [client.mark_node(name, action, **marks, dry_run=True) for name in names]
+            if asks:
+                _confirm_drain(
+                    terminal, names, {row["job"]: row["effect"] for one in plans for row in one["jobs"]}, yes
+                )
+        if action == "drain" and more and not dry_run:  # so that no job moves from one of them to another
+            for name in (plan["node"] for plan in plans if plan["state"] == "healthy"):
+                client.mark_node(name, "cordon", reason=reason)
+        plans = [client.mark_node(name, action, **marks, dry_run=dry_run) for name in names]
+    shown = {"kind": "DrainPlanList", "items": plans} if more else plans[0]
+    terminal.show(shown, lambda term: _drain_tables(term, plans))
     return 0
+
+
+def _confirm_drain(terminal: Terminal, nodes: Sequence[str], effects: Mapping[str, str], yes: bool) -> None:
+    """Show the jobs that a drain moves and ask. Raises BadInput for no; nothing is asked where none moves."""
+    for job, effect in effects.items():
+        terminal.note(f"  {job}: {effect}")
+    if effects:
+        confirm(f"Draining {', '.join(nodes)} moves {counted(len(effects), 'job')} ({shortened(effects)})", yes=yes)
 
 
 def alerts(
@@ -215,11 +229,12 @@ PROCESSES = Table(
 )
 
 
-def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
-    would = f"is {plan['state']} and would be {plan['action']}ed" if plan["dry_run"] else f"is {plan['state']}"
-    term.line(f"{plan['node']} {would}" + (f"; {plan['note']}" if plan.get("note") else ""))
-    for row in plan["jobs"]:
-        term.line(f"  {row['job']}: {row['effect']}")
+def _drain_tables(term: Terminal, plans: Sequence[Mapping[str, Any]]) -> None:
+    for plan in plans:
+        would = f"is {plan['state']} and would be {plan['action']}ed" if plan["dry_run"] else f"is {plan['state']}"
+        term.line(f"{plan['node']} {would}" + (f"; {plan['note']}" if plan.get("note") else ""))
+        for row in plan["jobs"]:
+            term.line(f"  {row['job']}: {row['effect']}")
 
 
 def queues(

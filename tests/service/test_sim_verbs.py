@@ -76,6 +76,14 @@ def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> 
     status, out, _ = rota("sim", "run", *GIVEN, "--profile", "fifo")
     assert status == 0
     assert out.rstrip().splitlines()[-1].startswith("never started: z of x: TOO_LARGE: the whole gang asks 640 GPUs")
+    status, out, _ = rota("sim", "compare", *GIVEN, "--profiles", "fifo,pool")
+    assert status == 0
+    assert [line.partition(":")[0] for line in out.splitlines() if ": z of x: " in line] == [
+        "never started under fifo",
+        "never started under pool",
+    ]
+    err = rota("sim", "compare", "--trace", "none.csv", *GIVEN[2:], "--profiles", "fifo")[2]
+    assert "none.csv: cannot be read: No such file or directory\n" in err
 
 
 def test_profiles_are_compared_with_the_first() -> None:

@@ -201,6 +201,7 @@ class ProfileFigures(TypedDict):
     """Figures of one profile of a comparison."""
 
     summary: Summary
+    never_started: list[TableRow]
     vs_baseline: BaselineFigures
 
 
@@ -308,8 +309,10 @@ def compared(
         lines[profile] = lines_of(given, result)
         if plots is not None:
             drawn[profile] = _drawn(given, result)
+        played = document(given, profile, result)
         shown[profile] = {
-            "summary": document(given, profile, result)["summary"],
+            "summary": played["summary"],
+            "never_started": played["never_started"],
             "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
         }
     found: CompareDocument = {

@@ -145,7 +145,8 @@ def rows_of(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[s
                     raise TraceError(f"{path}: more than {ROWS_MAX} rows")
                 yield f"{path}:{reader.line_num}", row
     except (OSError, UnicodeDecodeError, csv.Error, EOFError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise TraceError(f"{path}: cannot be read: {why}") from error
 
 
 def _wrong(place: str, row: dict[str, str], name: str, what: str) -> TraceError:

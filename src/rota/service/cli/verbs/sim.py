@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,11 +174,15 @@ def _run(term: Terminal, doc: Mapping[str, Any], *, jobs: bool) -> None:
     if jobs:
         term.line()
         JOBS(term, doc)
-    never = doc["never_started"]
+    _never_started(term, doc["never_started"])
+
+
+def _never_started(term: Terminal, never: Sequence[Mapping[str, Any]], under: str = "") -> None:
+    """The first jobs that no device was found for, and why; ``under`` which profile, where there are several."""
     for one in never[:NEVER_MAX]:
-        term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
+        term.line(f"never started{under}: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
     if len(never) > NEVER_MAX:
-        term.line(f"never started: {len(never) - NEVER_MAX} more; see --json")
+        term.line(f"never started{under}: {len(never) - NEVER_MAX} more; see --json")
 
 
 def _left_out(summary: Mapping[str, Any], doc: Mapping[str, Any]) -> str:
@@ -273,6 +277,8 @@ def _percent(ratio: float | None) -> str:
 def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
     label = {doc["baseline"]: f"{doc['baseline']} (baseline)"}
     COMPARED.print(term, [{"profile": label.get(name, name), **one} for name, one in doc["profiles"].items()])
+    for name, one in doc["profiles"].items():
+        _never_started(term, one["never_started"], f" under {name}")
     if left_out := _left_out(doc["profiles"][doc["baseline"]]["summary"], doc):
         term.line(f"left out: {left_out}")
 

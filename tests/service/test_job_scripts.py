@@ -63,7 +63,7 @@ def test_times_are_slurms(text: str, seconds: float) -> None:
 def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
     assert problems(
         "#!/bin/bash\n#SBATCH --array=1-10 -C a100\n#SBATCH -o out.txt --job-nam=x\n#SBATCH --mem=lots\n#ROTA gpus\n"
-        "#SBATCH --time=soon\nsrun python t.py\n"
+        "#SBATCH --time=soon\n#SBATCH -A lab --mem-per-cpu=4G\nsrun python t.py\n"
     ) == [
         "train.sh:2:9: --array has no meaning here; one job for each value: rota run --sweep task=1..10",
         "train.sh:2:22: --constraint has no meaning here; ask for the type with the devices: --gres=gpu:A100:1; no "
@@ -73,7 +73,10 @@ def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
         "train.sh:4:9: --mem: 'lots' is not a size such as 512M or 64G",
         "train.sh:5:7: 'gpus' is not key=value; for example #ROTA gpus=2",
         "train.sh:6:9: --time: 'soon' is not a time such as 90, 1:30:00 or 1-12",
-        "train.sh:7:1: srun has no meaning here; every task runs the script itself: write the command without srun",
+        "train.sh:7:9: --account has no meaning here; queues take the place of accounts: rota run -q QUEUE, or #SBATCH "
+        "--partition=QUEUE",
+        "train.sh:7:16: --mem-per-cpu has no meaning here; give the memory of one task: #SBATCH --mem=16G",
+        "train.sh:8:1: srun has no meaning here; every task runs the script itself: write the command without srun",
     ]
 
 

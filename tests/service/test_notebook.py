@@ -31,7 +31,10 @@ def test_documents_are_tables_with_the_texts_of_jobs_escaped() -> None:
 
 def test_a_command_may_have_a_name_and_a_job_says_what_it_is() -> None:
     body = body_of(None, command=["python", "t.py"], res={"name": "mine", "gpus": 1})
-    assert body["sets"] == ["name=mine", "roles.main.resources.gpus=1"]  # type: ignore[typeddict-item]
+    assert "source" in body and json.loads(body["source"])["name"] == "mine", (
+        "a mistake is placed in it, not in a --set"
+    )
+    assert body["sets"] == ["roles.main.resources.gpus=1"]
     with pytest.raises(BadInput, match="takes no 'nodes'"):
         body_of(None, command=["x"], res={"nodes": 2})
     job = rota.Job("sums")

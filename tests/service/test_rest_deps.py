@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from rota.runtime.event_log.interface import EventLog
 from rota.service.rest.app import BODY_BYTES_MAX, _bug, application
-from rota.service.rest.auth import FAILURES_MAX
+from rota.service.rest.auth import FAILURES_MAX, FAILURES_WINDOW_S
 from rota.service.rest.deps import caller_of
 from rota.service.rest.routes.page import ui
 from rota.spec.errors import StoreUnavailable
@@ -59,6 +59,9 @@ def test_a_wrong_token_is_refused_and_after_ten_of_them_made_to_wait(tmp_path: P
         wrong = stranger(service, Authorization="Bearer rota_x_wrong")
         codes = [(await wrong.get("/api/v1/jobs")).status_code for _ in range(FAILURES_MAX + 1)]
         assert codes == [401] * FAILURES_MAX + [429]
+        refused = await wrong.get("/api/v1/jobs")
+        wait_s = int(refused.headers["Retry-After"])
+        assert 1 < wait_s <= FAILURES_WINDOW_S and refused.json()["hint"] == f"wait {wait_s} s"
         assert (await service.http.get("/api/v1/jobs")).status_code == 200
 
     with_service(tmp_path, test)

@@ -41,6 +41,8 @@ def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path)
         assert second["text"] == "master of job-1, process 42, ended"
         warnings = (await service.get("/status"))["warnings"]
         assert any(text.startswith("raylet, process 41, was stopped by a signal; it was replaced") for text in warnings)
+        service.app.home.last_up.write_text("{}")
+        assert not any("process 41" in text for text in (await service.get("/status"))["warnings"]), "all is new since"
         metrics = (await service.http.get("/metrics")).text
         assert 'rota_parts_replaced_total{part="raylet"} 1.0' in metrics
         assert 'rota_parts_replaced_total{part="master"} 1.0' in metrics, "not a row for each job"

@@ -25,7 +25,7 @@ from typing import (
 )
 from urllib.parse import quote
 
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
     from rota.service.models.accounts import (
@@ -578,12 +578,14 @@ def body_of(
     res = dict(res or {})
     name = res.pop("name", None)
     for other in res.keys() - {*RESOURCES}:
-        hint = f"a field of the job: set={{{other!r}: ...}}, or Job(..., {other}=...) of a built one"
+        hint = did_you_mean(other, ("name", "set", "command", "workdir", *RESOURCES))
+        hint = hint or f"a field of the job: set={{{other!r}: ...}}, or Job(..., {other}=...) of a built one"
         raise BadInput(f"run() takes no {other!r}", hint=hint)
+    if command is not None:
+        given = None if name is None else str(name)
+        return command_of(command, sets=_changes(sets), res=res, workdir=workdir, name=given)
     if name is not None:
         sets = [f"name={name}", *_changes(sets)]
-    if command is not None:
-        return command_of(command, sets=_changes(sets), res=res, workdir=workdir)
     if res:
         raise BadInput(f"{', '.join(res)}: only with a command", hint="set={'roles.NAME.resources.gpus': 1}")
     return source_of(job, sets=sets, workdir=workdir)
@@ -615,16 +617,24 @@ def _changes(sets: Overrides) -> list[str]:
 
 
 def command_of(
-    argv: Sequence[str], *, sets: Sequence[str] = (), res: Mapping[str, object] | None = None, workdir: str = ""
+    argv: Sequence[str],
+    *,
+    sets: Sequence[str] = (),
+    res: Mapping[str, object] | None = None,
+    workdir: str = "",
+    name: str | None = None,
 ) -> JobText:
-    """The body of a job of one role ``main``: words as they are, a text by a shell. ``res``: cpus, gpus, memory."""
+    """The body of a job of one role ``main``: words as they are, a text by a shell. ``res``: cpus, gpus, memory.
+
+    ``name`` is that of the job; without one it is the first word of the command.
+    """
     from rota.service.jobfile.scripts import job_name  # noqa: PLC0415 - as below
 
     first = argv.split() if isinstance(argv, str) else argv
     if not first:
         raise BadInput("the command is empty", hint="for example ['python', 'train.py']")
     role = {"run": argv if isinstance(argv, str) else [str(word) for word in argv]}
-    source = json.dumps({"name": job_name(str(first[0])), "roles": {"main": role}}, indent=1)
+    source = json.dumps({"name": job_name(str(first[0])) if name is None else name, "roles": {"main": role}}, indent=1)
     asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
     return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
 

@@ -181,11 +181,8 @@ def not_reachable(url: str, cause: str) -> NotReachable:
 
 
 def refused(answer: httpx.Response) -> RotaError:
-    """The exception behind an answer that was read; its traceback, too, ends with the hint."""
-    error = error_of(answer.status_code, answer.text, url=str(answer.request.url))
-    if error.hint:
-        error.add_note(error.hint)
-    return error
+    """The exception behind an answer that was read."""
+    return error_of(answer.status_code, answer.text, url=str(answer.request.url))
 
 
 def timed_out(document: JobDocument, timeout_s: float) -> TimedOut:
@@ -250,6 +247,8 @@ class HttpBase:
 
     def unreachable(self, exc: httpx.TransportError) -> RotaError:
         if isinstance(exc, httpx.ConnectError):
+            if self.address.local and self.url.endswith(":0"):  # a service here takes a free port, and none has
+                return NotReachable(f"no Rota service runs for {self.address.home}", hint="start it with 'rota up'")
             return not_reachable(self.url, "connection refused" if "refused" in str(exc) else str(exc))
         if isinstance(exc, httpx.TimeoutException):
             return not_reachable(self.url, f"no answer within {self.timeout_s:g} s")

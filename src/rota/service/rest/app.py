@@ -223,7 +223,10 @@ def _rota_error(request: Request, error: Exception) -> Response:
     if error.http >= 500 and not isinstance(error, NotReachable | LimitExceeded):
         _log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
     text, hint = error.message, error.hint
-    return problem(request, status=error.http, code=code, detail=text, hint=hint, exit=error.exit, **more)
+    answer = problem(request, status=error.http, code=code, detail=text, hint=hint, exit=error.exit, **more)
+    if (wait_s := fields.get("retry_after_s")) is not None:
+        answer.headers["Retry-After"] = str(wait_s)
+    return answer
 
 
 def _validation_error(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 from collections import deque
@@ -239,7 +240,9 @@ class Auth:
             self._failures.pop(next(iter(self._failures)))
         self._failures[address] = recent
         if len(recent) == FAILURES_MAX and recent[0] >= now - FAILURES_WINDOW_S:
-            raise LimitExceeded(f"too many wrong tokens from {address}", hint=f"wait {FAILURES_WINDOW_S:.0f} s")
+            left_s = math.ceil(recent[0] + FAILURES_WINDOW_S - now)
+            message = f"too many wrong tokens from {address}"
+            raise LimitExceeded(message, hint=f"wait {left_s} s", retry_after_s=left_s)
         recent.append(now)
 
 

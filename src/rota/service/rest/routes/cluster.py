@@ -189,7 +189,10 @@ def _warnings(app: AppState) -> list[str]:
             f"{counted(count, 'job')} of {back.file}, restored {format_duration(now - back.at)} ago, not ended yet: if"
             " the installation of the back-up still runs, end it, or they run twice"
         )
-    found += [_replaced_text(one, now) for one in app.loop.installation.replaced if now - one.found_at < RECENT_S]
+    since = now - RECENT_S
+    with suppress(OSError):  # what an earlier ``up`` had is not here
+        since = max(since, app.home.last_up.stat().st_mtime)
+    found += [_replaced_text(one, now) for one in app.loop.installation.replaced if one.found_at > since]
     if (profile := app.loop.scheduler.profile).simulated:
         found.append(f"profile {profile.name}: {profile.simulated}")
     if app.loop.installation.engine_volatile is not None:

@@ -24,6 +24,7 @@ from rota.cluster.sim.runs import replayed
 from rota.runtime.clock import SystemClock
 from rota.spec.events import (
     CheckpointSaved,
+    DowntimePassed,
     Event,
     GangAsked,
     GangGranted,
@@ -591,6 +592,19 @@ def test_work_of_priority_100_beyond_its_guarantee_learns_which_priority_would_s
     assert {"set": "priority", "value": 99} in [one["change"] for one in answer.would_start_now_with]
     log.add(JobChanged(changes={"priority": 99}), "fixed", 3.0)
     assert [type(event) for _, event in log.decide(3.0)] == [JobAdmitted]
+
+
+def test_time_in_which_nothing_ran_is_no_time_that_a_job_had_devices() -> None:
+    log = with_nodes()
+    log.submit("a", 2, 4, time_limit_s=60.0)
+    log.decide(0.0)
+    log.add(DowntimePassed(since=10.0), "a", 1000.0)
+    row = log.scheduler.state.jobs[JobId("a")]
+    assert (row.served_by(1005.0), row.left_s) == (15.0, 60.0 + 990.0), "from its start, which was at 0"
+    log.submit("b", 2, 4, at=1000.0)
+    log.decide(1000.0)
+    starts = Forecast(log.scheduler.state, log.scheduler.profile, 1000.0).play(SystemClock()).starts
+    assert starts[JobId("b")][1] == 1050.0, "after the rest of its limit"
 
 
 def test_a_forecast_keeps_its_hands_off_the_books_of_the_live_policy() -> None:

@@ -30,6 +30,7 @@ LOOKS = 8
 """How often within a log the books of the scheduler are recorded."""
 OTHERS: tuple[Event, ...] = (
     events.ServiceStarted(install_epoch=Epoch(3), pid=4711, version="0.1.0"),
+    events.DowntimePassed(since=1_700_000_000.25),
     events.EngineLost(text="the control store lost its state"),
     events.EngineStateVolatile(text="no RocksDB"),
     events.PartReplaced(part="gateway", pid=77, text="gave no answer for 10 s", found_at=1_700_000_000.5),

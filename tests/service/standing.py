@@ -31,7 +31,7 @@ from rota.runtime.ray.engine import EngineAccess
 from rota.runtime.terminal import Terminals
 from rota.service.config import load_settings
 from rota.service.process import assembly
-from rota.service.process.assembly import assemble, node_changes, replay, take_nodes, wanted_nodes
+from rota.service.process.assembly import assemble, begin, node_changes, take_nodes, wanted_nodes
 from rota.service.rest.app import make_app
 from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
@@ -277,7 +277,7 @@ async def standing(
         database.write_bytes(empty_database())
     log = SqlLog(assembly.db_url(settings), migrate=True)
     app = assemble(settings, log, engine=played)
-    await replay(app)
+    await begin(app)
     app.forecasts.begin()
     turning = asyncio.create_task(app.loop.run())
     try:

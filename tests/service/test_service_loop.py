@@ -15,7 +15,17 @@ from standing import HELLO, PlayedEngine, Standing, with_service
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import PROFILES, get_profile
 from rota.service.control import loop
-from rota.spec.events import JobEnded, JobRequeued, MasterStarted, NodeJoined, NodeLost, NodeMarked, TimerFired
+from rota.spec.events import (
+    DowntimePassed,
+    JobEnded,
+    JobRequeued,
+    MasterStarted,
+    NodeJoined,
+    NodeLost,
+    NodeMarked,
+    ServiceStarted,
+    TimerFired,
+)
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import LOST_BY, Health
@@ -84,6 +94,34 @@ def test_after_a_restart_of_the_service_masters_of_live_jobs_are_asked_for_and_n
 
     with_service(tmp_path, first)
     with_service(tmp_path, second)
+
+
+class EndedEngine(PlayedEngine):
+    """One that does not run until a job asks for it."""
+
+    @property
+    def running(self) -> str:
+        return ""
+
+
+def test_time_in_which_neither_service_nor_engine_ran_counts_for_no_limit_of_a_job(tmp_path: Path) -> None:
+    async def first(service: Standing) -> None:
+        await admitted(service)
+
+    async def second(service: Standing) -> None:
+        records = service.log.read()
+        [(at, since)] = [(one.at, one.event.since) for one in records if isinstance(one.event, DowntimePassed)]
+        start = next(one for one in reversed(records) if isinstance(one.event, ServiceStarted))
+        assert since == records[start.number - 2].at < start.at, "the last sign of life of the one before"
+        assert service.app.loop.installation.jobs[JobId("hello-1")].ctx.used_s == pytest.approx(since - at)
+        await service.until_asked("hello-1")
+
+    async def third(service: Standing) -> None:
+        assert sum(isinstance(one.event, DowntimePassed) for one in service.log.read()) == 1, "its engine ran on"
+
+    with_service(tmp_path, first)
+    with_service(tmp_path, second, engine=EndedEngine())
+    with_service(tmp_path, third)
 
 
 def test_a_job_whose_engine_is_away_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rota.cluster.core.grants import (
     divided,
     held_at,
     home_in,
+    in_rows_of,
     left_at,
     missing_of,
     moves_of,
@@ -31,6 +32,7 @@ from rota.cluster.core.state import State
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
+    DowntimePassed,
     Event,
     GangAsked,
     GangGranted,
@@ -268,9 +270,9 @@ class Scheduler:
                 if known is not None and bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
-            case Committed(n=n) | CheckpointSaved(n=n):
-                for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
-                    self._happened(events.JobSaved(job=row, n=n), at)
+            case Committed() | CheckpointSaved() | DowntimePassed():
+                for one in in_rows_of(job, known.asks if known else (), event):
+                    self._happened(one, at)
             case JobEnded():
                 self._forget_all(job, known, at)
                 self._jobs.pop(job, None)

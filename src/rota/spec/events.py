@@ -412,6 +412,16 @@ class JobRequeued(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DowntimePassed(JobEvent):
+    """Neither service nor engine ran from ``since`` (wall time) until now, so no process of the job did (S).
+
+    It kept its place, and this time counts for none of its limits.
+    """
+
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UploadStarted(JobEvent):
     """The job holds no devices any more, and its output is being copied to its URL before it ends (S)."""
 

@@ -17,6 +17,7 @@ from rota.spec.commands import Assemble, CheckNode, ReleaseGang, RunInstance, Se
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
+    DowntimePassed,
     FailoverStarted,
     GangAsked,
     GangReserveFailed,
@@ -187,6 +188,18 @@ def test_the_time_limit_counts_run_time_over_all_attempts(driven):
     driven.feed(TimerFired(timer=limit.timer))
     driven.settle()
     assert (driven.ctx.state, driven.ctx.end_reason) == (JobState.FAILED, Reason.TIME_LIMIT)
+
+
+def test_time_in_which_neither_service_nor_engine_ran_counts_for_no_time_limit(driven):
+    job = spec(service("w"), time_limit_s=100.0)
+    driven.run(job)
+    admitted_s, used_s = driven.ctx.admitted_s, driven.ctx.used_s
+    since = driven.ctx.at_s + 30.0
+    driven.feed(DowntimePassed(since=since), after_s=90.0)
+    assert timer(driven, "time-limit").after_s == pytest.approx(160.0), "60 of the 90 s do not count"
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_RECLAIM))
+    driven.settle()
+    assert driven.ctx.used_s - used_s == pytest.approx(driven.ctx.at_s - admitted_s - 60.0)
 
 
 def test_a_stall_is_a_loss_with_its_stacks_and_the_silent_process_is_stopped(driven):

@@ -93,6 +93,14 @@ class JobSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DowntimePassed:
+    """Nothing of a job ran since that time, though it held what it holds."""
+
+    job: JobId
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobPaused:
     """A waiting job is not to be tried, or to be tried again."""
 
@@ -144,6 +152,7 @@ Event = (
     | StopRequested
     | JobReleased
     | JobSaved
+    | DowntimePassed
     | JobPaused
     | ReasonGiven
     | JobGone
@@ -237,6 +246,9 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
         case JobSaved(n=n) if row is not None:
             state.put(txn, paced(replace(row, saved_at=now), n, now))
+        case DowntimePassed(since=since) if row is not None and row.held:
+            away_s = max(0.0, now - max(since, row.started_at))
+            state.put(txn, replace(row, served_s=row.served_s - away_s, done_s=row.done_s - away_s))
         case JobPaused(paused=paused) if row is not None and not row.held:
             state.put(txn, replace(row, phase="paused" if paused else "queued"))
         case ReasonGiven(wait=wait) if row is not None and not row.held:

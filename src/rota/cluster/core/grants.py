@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from rota.cluster.core import events
 from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, ask_of, compile_shape
 from rota.cluster.core.state import LOST, State
-from rota.spec.events import MoveAsked
+from rota.spec.events import CheckpointSaved, Committed, DowntimePassed, MoveAsked
 from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant, Placement
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
@@ -126,6 +127,17 @@ def moves_of(
 def row_of(job: JobId, gang: GangId) -> JobId:
     """The row of a gang that is asked for beside those of the admission; ``JobAsk.key`` has both again."""
     return JobId(f"{job}~{gang}")
+
+
+def in_rows_of(
+    job: JobId, asks: Sequence[GangRequest], event: Committed | CheckpointSaved | DowntimePassed
+) -> Iterator[events.JobSaved | events.DowntimePassed]:
+    """What a record of a job is for each of its rows: that of the job and those of the gangs beside it."""
+    for row in (job, *(row_of(job, one.gang) for one in asks)):
+        if isinstance(event, DowntimePassed):
+            yield events.DowntimePassed(job=row, since=event.since)
+        else:
+            yield events.JobSaved(job=row, n=event.n)
 
 
 def ask_of_gang(job: JobId, spec: JobSpec, request: GangRequest, *, user: str, queued_at: float) -> JobAsk:

@@ -20,6 +20,7 @@ from rota.job.core.failover import PLATFORM, end_or_retry, job_level_ending
 from rota.job.core.resize import anew, refused
 from rota.job.core.transitions import moved
 from rota.spec.events import (
+    DowntimePassed,
     FailoverEnded,
     GangReserveFailed,
     InstanceLost,
@@ -58,6 +59,11 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
         return ctx
     text = event.text or f"no progress for {event.idle_s:.0f} s"
     return _lost(ctx, one, ctx.loss(one, event.reason, text, event.stacks))
+
+
+def not_running(ctx: JobContext, event: DowntimePassed) -> JobContext:
+    """Time of this attempt in which it had devices and nothing ran counts as if it had none."""
+    return replace(ctx, used_s=ctx.used_s - max(0.0, ctx.at_s - max(event.since, ctx.admitted_s)))
 
 
 def fire(ctx: JobContext, event: TimerFired) -> JobContext:

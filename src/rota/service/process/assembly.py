@@ -36,7 +36,8 @@ from rota.service.rest.machine_names import MachineNames
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
 from rota.spec.errors import Conflict
-from rota.spec.events import Event, NodeJoined, NodeLost, PreemptAsked, ServiceStarted
+from rota.spec.events import DowntimePassed, Event, NodeJoined, NodeLost, PreemptAsked, Record, ServiceStarted
+from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, pretend_nodes
 from rota.spec.states import JobState
@@ -60,6 +61,10 @@ def open_store(settings: Settings) -> SqlLog:
 def db_url(settings: Settings) -> str:
     """Where the event log is: the given address, else the file in the home."""
     return settings.db_url or f"sqlite:///{Home.of(settings.home).db}"
+
+
+NEWEST = 20
+"""Records of the log among which is the last one before the start of this service."""
 
 
 def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None) -> AppState:
@@ -159,6 +164,36 @@ async def replay(app: AppState) -> SnapshotFile:
     await asyncio.to_thread(file.restore, app.loop.views, app.loop.log)
     await app.loop.replay()
     return file
+
+
+async def begin(app: AppState) -> SnapshotFile:
+    """Take in the past, and what passed since it ended."""
+    file = await replay(app)
+    await note_downtime(app)
+    return file
+
+
+def _is_this_start(record: Record, epoch: Epoch) -> bool:
+    return isinstance(record.event, ServiceStarted) and record.event.install_epoch == epoch
+
+
+async def note_downtime(app: AppState) -> None:
+    """Record of each job that holds devices, when no engine runs here, since when nothing of it has run.
+
+    That is since the pulse of the last service or the last record, whichever is newer; a restored home has no pulse.
+    Before the loop, so that it comes before whatever is decided by the time that jobs have used.
+    """
+    loop = app.loop
+    held = [one for one in loop.installation.live.values() if one.state.holds_devices and one.placement is not None]
+    if not held or app.settings.ray_address or app.engine.running:
+        return
+    records = loop.log.read(after=max(0, loop.log.last_number() - NEWEST))
+    since = max((one.at for one in records if not _is_this_start(one, loop.writer.epoch)), default=0.0)
+    with contextlib.suppress(OSError):
+        since = max(since, app.home.service_pulse.stat().st_mtime)
+    for job in held:
+        await asyncio.to_thread(loop.log.append, [DowntimePassed(since=since)], writer=loop.writer, job=job.id)
+    await loop.replay()
 
 
 def _stale_s(app: AppState) -> float:

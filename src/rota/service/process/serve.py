@@ -88,7 +88,7 @@ def _patiently(take: Callable[[], None]) -> None:
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway continue without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
-    from rota.service.process.assembly import assemble, node_changes, open_store, replay, take_nodes, wanted_nodes
+    from rota.service.process.assembly import assemble, begin, node_changes, open_store, take_nodes, wanted_nodes
     from rota.service.process.tasks import (
         keep_logs,
         keep_nodes,
@@ -111,7 +111,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     # 1. the past
-    snapshot = await replay(app)
+    snapshot = await begin(app)
     app.forecasts.begin()
     there: Container[str] = ()
     app.loop.unknown = recording = "its nodes are being recorded"  # nothing is placed on those of before

@@ -330,7 +330,7 @@ def _held(
     """Device and core seconds by kind of device; cores of what has no device are under ``cpu``."""
     found: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for attempt in job.attempts:
-        seconds = min(attempt.ended_at or now, now) - max(attempt.admitted_at, since)
+        seconds = min(attempt.ended_at or now, now) - max(attempt.admitted_at, since) - attempt.down_s
         if seconds <= 0:
             continue
         for bundle in attempt.placement.bundles:

@@ -67,6 +67,8 @@ class Attempt:
     why: dict[str, object]
     started_at: float | None = None
     """When all of its instances were first ready."""
+    down_s: float = 0.0
+    """How long nothing ran, as service and engine were down."""
     ended_at: float | None = None
     reason: Reason | None = None
     for_job: str = ""
@@ -444,6 +446,9 @@ class JobHistory:
                 if self.attempts and self.preempt is not None and self.preempt.reason is reason:
                     self.attempts[-1].for_job = self.preempt.for_job
                 self.preempt = None
+            case e.DowntimePassed(since=since) if self.attempts and self.attempts[-1].ended_at is None:
+                last = self.attempts[-1]
+                last.down_s += max(0.0, at - max(since, last.started_at or last.admitted_at))
             case e.UploadStarted() if before.ending is not None:
                 self._close_attempt(at, before.ending.reason)
             case e.JobEnded(reason=reason):

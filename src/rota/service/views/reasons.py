@@ -170,7 +170,7 @@ def _ends(job: JobHistory) -> float:
     if (ending := job.ctx.ending) is not None:
         return job.since + ending.grace_s
     limit_s = job.spec.time_limit_s
-    return inf if limit_s is None else job.attempts[-1].admitted_at + limit_s
+    return inf if limit_s is None else job.attempts[-1].admitted_at + limit_s - job.ctx.used_s
 
 
 def _placement(job: JobHistory) -> PlacedOn | None:

@@ -249,12 +249,14 @@ def test_arguments_that_fit_the_constructor_are_taken(args: dict[str, Any]) -> N
         ({"lr": 1.0, "names": "abc"}, "names", "names is 'abc'"),
         ({"lr": 1.0, "table": {"a": "b"}}, "table", "table is {'a': 'b'}"),
         ({"lr": 1.0, "nested": 1}, "nested", "nested is 1"),
+        ({"lr": "x", "dept": 2, "nested": 1}, "lr dept nested", "has no argument 'dept'; did you mean 'depth'?"),
+        ({"dept": 2}, " dept", "needs 'lr'"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_refused_by_name(args: dict[str, Any], argument: str, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         interface_of(Learner, args)
-    assert said in str(caught.value) and caught.value.fields["argument"] == argument
+    assert said in str(caught.value) and " ".join(caught.value.fields["arguments"]) == argument
 
 
 def test_only_a_constructor_has_arguments_and_one_with_keywords_takes_any() -> None:
@@ -278,4 +280,4 @@ def test_an_inspection_names_the_argument_that_is_wrong(tmp_path: Path) -> None:
     workloads = {"good": "learns:X", "bad": "learns:X", "none": "learns:X"}
     found = inspected(tmp_path, workloads, good={"lr": 1e-4}, bad={"lr": "x"})
     assert found["good"]["interface"]["kind"] == "class"
-    assert {key: found[key]["argument"] for key in ("bad", "none")} == {"bad": "lr", "none": ""}
+    assert {key: [*found[key]["arguments"]] for key in ("bad", "none")} == {"bad": ["lr"], "none": [""]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,10 @@ def test_arguments_are_held_against_the_constructor_before_devices_are_taken(
     (problem,) = caught.value.problems
     assert problem.loc == loc and said in problem.message and "--set" in problem.file
     assert caught.value.hint == "", "the module itself is sound"
+    several = replace(spec, roles=(replace(spec.roles[0], args={"lr": "fast", "dept": 2}),))
+    with pytest.raises(JobFileError) as caught:
+        asyncio.run(with_interfaces(several, given))
+    assert {one.loc for one in caught.value.problems} == {"roles.learner.args.lr", "roles.learner.args.dept"}
 
 
 def test_only_a_workload_has_arguments() -> None:

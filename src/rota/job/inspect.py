@@ -86,13 +86,14 @@ def inspect_workload(path: str, args: JsonObject) -> Interface:
 class Inspection(TypedDict, total=False):
     """What a workload declares, or the error of its import with the traceback.
 
-    ``argument`` is there when ``args`` of the role are wrong: the name of one, or empty.
+    ``arguments`` is there when ``args`` of the role are wrong: what is wrong with each, by name;
+    what is missing is under the empty name.
     """
 
     interface: JsonObject
     error: str
     traceback: str
-    argument: str
+    arguments: dict[str, str]
 
 
 def inspect_all(workloads: Mapping[str, str], args: Mapping[str, JsonObject]) -> dict[str, Inspection]:
@@ -105,8 +106,8 @@ def inspect_all(workloads: Mapping[str, str], args: Mapping[str, JsonObject]) ->
             error = imported.take()
             text, trace = error_summary(error)
             found[role] = {"error": text, "traceback": trace}
-            if isinstance(error, BadInput) and "argument" in error.fields:
-                found[role]["argument"] = str(error.fields["argument"])
+            if isinstance(error, BadInput) and "arguments" in error.fields:
+                found[role]["arguments"] = dict(error.fields["arguments"])
     return found
 
 

@@ -214,7 +214,7 @@ def marks_of(cls: type) -> Marks:
 def interface_of(target: object, args: Mapping[str, object] = MappingProxyType({})) -> Interface:
     """What an imported workload declares: a class with operations, the async loop, or a plain function.
 
-    Raises BadInput for anything else; for a class that cannot be made with ``args`` (field ``argument``), has no
+    Raises BadInput for anything else; for a class that cannot be made with ``args`` (field ``arguments``), has no
     ``setup`` or nothing to call, uses a mark twice, or has a ``commit`` operation without ``@op.state``; for a method
     or function that takes other arguments than it is given, or is a generator.
     """
@@ -225,7 +225,8 @@ def interface_of(target: object, args: Mapping[str, object] = MappingProxyType({
     name, is_loop = getattr(target, "__name__", repr(target)), inspect.iscoroutinefunction(target)
     if args:
         text = f"{name} is a function, and args are for the constructor of a class"
-        raise BadInput(text, hint="read them in the function, for example from ctx.env", argument="")
+        hint = "read them in the function, for example from ctx.env"
+        raise BadInput(text, hint=hint, arguments={"": f"{text}; {hint}"})
     _refuse_generator(
         target, f"function {name!r}", "a function that holds 'yield' does not run; call commit() or log()"
     )
@@ -278,23 +279,32 @@ def _check_class(cls: type, marks: Marks, ops: tuple[OpSpec, ...]) -> None:
 
 
 def _check_constructor(cls: type, args: Mapping[str, object]) -> None:
-    """Raises BadInput with the ``argument`` that the constructor of a class lacks, does not know or does not take."""
+    """Raises BadInput for ``args`` that the constructor of a class lacks, does not know or does not take.
+
+    Its ``arguments`` have what is wrong with each, by name; what is missing is under the empty name.
+    """
+    if wrong := _wrong_arguments(cls, args):
+        raise BadInput("; ".join(wrong.values()), arguments=wrong)
+
+
+def _wrong_arguments(cls: type, args: Mapping[str, object]) -> dict[str, str]:
+    """What is wrong with each argument, and what to do."""
+    wrong: dict[str, str] = {}
     name, known = f"{cls.__name__}.__init__", {one.name: one for one in _parameters(cls)}
     needed = [one.name for one in known.values() if one.default is one.empty and one.kind not in _COLLECTS]
     if missing := [one for one in needed if one not in args]:
         text = f"{name} needs {', '.join(map(repr, missing))}, and args of the role have no such name"
-        hint = f"add it to the role, args: {{{missing[0]}: ...}}, or give it a default"
-        raise BadInput(text, hint=hint, argument="")
+        wrong[""] = f"{text}; add it to the role, args: {{{missing[0]}: ...}}, or give it a default"
     takes = [one.name for one in known.values() if one.kind in _BY_NAME]
     free = any(one.kind is one.VAR_KEYWORD for one in known.values())
     hints = _hints_of(cls)
     for key, value in args.items():
         if key not in takes and not free:
-            raise BadInput(f"{name} has no argument {key!r}", hint=nearest(key, takes, "arguments"), argument=key)
+            wrong[key] = f"{name} has no argument {key!r}; {nearest(key, takes, 'arguments')}"
         if key in takes and not _fits(value, wanted := hints.get(key, Any)):
-            shown = inspect.formatannotation(wanted)
-            text = f"{name}: {key} is {value!r}, and its type is {shown}"
-            raise BadInput(text, hint="change the value, or the annotation", argument=key)
+            text = f"{name}: {key} is {value!r}, and its type is {inspect.formatannotation(wanted)}"
+            wrong[key] = f"{text}; change the value, or the annotation"
+    return wrong
 
 
 def _hints_of(cls: type) -> Mapping[str, object]:

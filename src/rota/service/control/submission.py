@@ -320,11 +320,12 @@ def _unread(wanted: Mapping[RoleName, str], text: str, output: str = "") -> Refu
     return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)
 
 
-def _place_of(role: str, answer: JsonObject) -> check.Path:
-    """The field that is wrong: an argument of the constructor, or the workload."""
-    if "argument" not in answer:
-        return "roles", role, "workload"
-    return ("roles", role, "args", answer["argument"]) if answer["argument"] else ("roles", role, "args")
+def _faults(role: str, answer: JsonObject) -> list[Finding]:
+    """What is wrong with the workload of a role: each argument of its constructor, or the workload."""
+    at: check.Path = ("roles", role, "args")
+    if arguments := answer.get("arguments"):
+        return [_fault((*at, name) if name else at, text) for name, text in arguments.items()]
+    return [_fault(("roles", role, "workload"), answer["error"])]
 
 
 def _fault(path: check.Path, text: str) -> Finding:
@@ -334,10 +335,10 @@ def _fault(path: check.Path, text: str) -> Finding:
 def _completed(spec: JobSpec, found: dict[str, JsonObject]) -> JobSpec | Refused:
     bad = {role: answer for role, answer in found.items() if "error" in answer}
     if bad:
-        arguments = all("argument" in answer for answer in bad.values())
+        arguments = all("arguments" in answer for answer in bad.values())
         return Refused(
             reason=Reason.INVALID if arguments else Reason.IMPORT_ERROR,
-            faults=tuple(_fault(_place_of(role, answer), answer["error"]) for role, answer in bad.items()),
+            faults=tuple(one for role, answer in bad.items() for one in _faults(role, answer)),
             role=next(iter(bad)),
             traceback="\n".join(dict.fromkeys(text for one in bad.values() if (text := one.get("traceback", "")))),
         )

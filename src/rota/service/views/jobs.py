@@ -127,7 +127,8 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
     if job.ended is not None:
         return job.ended.reason, job.ended.text or INFO[job.ended.reason].text
     if job.stop is not None:
-        return job.stop.reason, INFO[job.stop.reason].text
+        by_user = job.stop.reason is Reason.STOPPED_BY_USER
+        return job.stop.reason, f"stopped by {job.stop.by}" if by_user else INFO[job.stop.reason].text
     if job.state is JobState.PAUSED:
         return Reason.PAUSED, INFO[Reason.PAUSED].text
     if job.preempt is not None:

@@ -173,6 +173,9 @@ def test_up_listens_where_the_last_one_was_asked_to(tmp_path: Path) -> None:
     assert before(pretend="1x1x1")[1] == ""
     home.last_up.write_text('{"port": 0, "pretend": "1x2x8"}')
     assert pretended() == "1x2x8"
+    home.last_up.write_text('{"profile": "yarn"}')
+    profiles = [load_settings({"home": str(tmp_path), **flags}, environ={}) for flags in ({}, {"profile": "default"})]
+    assert [daemon.as_before(one, home).profile for one in profiles] == ["yarn", "default"]
     assert pretended(pretend="1x1x1") == "1x1x1" and pretended(listen="10.0.0.5") == ""
     assert pretended(pretend="none") == "", "back to this machine"
     home.last_up.write_text("garbage")

@@ -65,7 +65,7 @@ SNAPSHOT_MODULE = "rota.service.process.snapshot"
 PRESTARTED = "prestarted"
 PRIVATE = ("db_url", "redis_url", "token")
 ENGINE_SETTINGS = ("ray_address", "listen", "pretend")
-LISTENING = ("host", "port", *ENGINE_SETTINGS)
+REMEMBERED = ("host", "port", "profile", *ENGINE_SETTINGS)
 """What one ``up`` was given as flags, and the next one takes again."""
 LAST_UP = "last up"
 PARTS = {
@@ -131,7 +131,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> UpDocument:
         if record is None:
             settings = as_before(settings, home)
             record = start_service(settings, home, timeout_s)
-            process.write_private(home.last_up, json.dumps(flags_of(settings, LISTENING)))
+            process.write_private(home.last_up, json.dumps(flags_of(settings, REMEMBERED)))
         elif settings.origins.get("pretend", "default") != "default" and settings.pretend != record["pretend"]:
             has = record.get("pretend") or "this machine alone"
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
@@ -294,7 +294,7 @@ def flags_of(settings: Settings, names: Collection[str] = ()) -> dict[str, objec
 
 
 def as_before(settings: Settings, home: Home) -> Settings:
-    """The settings, listening where the last ``up`` was asked to, unless this one says otherwise.
+    """The settings, with address, engine and profile of the last ``up``, unless this one says otherwise.
 
     Of the engine (its own or a given one, for other machines, pretended) all is forgotten once any of it is said:
     ``--pretend none`` returns to this machine.
@@ -305,7 +305,7 @@ def as_before(settings: Settings, home: Home) -> Settings:
         return settings
     said = {name for name, origin in settings.origins.items() if origin not in ("default", "listen")}
     said |= set(ENGINE_SETTINGS) if said & set(ENGINE_SETTINGS) else set()
-    kept = {name: value for name, value in known.items() if name in LISTENING and name not in said}
+    kept = {name: value for name, value in known.items() if name in REMEMBERED and name not in said}
     if "listen" in kept and "host" not in said:
         kept.setdefault("host", kept["listen"])
     return replace(settings, **kept, origins={**settings.origins, **dict.fromkeys(kept, LAST_UP)})

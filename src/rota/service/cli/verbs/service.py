@@ -37,7 +37,8 @@ def up(
         Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes (3x4x8); kept by later 'up's; 'none' ends that."),
     ] = "",
     profile: Annotated[
-        str, Parameter(alias="--policy", help="Scheduling profile, as `rota sim compare` names them.")
+        str,
+        Parameter(alias="--policy", help="Scheduling profile, as `rota sim compare` names them; kept by later 'up's."),
     ] = "",
     foreground: Annotated[bool, Parameter(help="Stay here until Ctrl-C.")] = False,
     flags: Flags = DEFAULT_FLAGS,

@@ -97,3 +97,29 @@ def test_a_shell_line_as_one_word_names_the_shell(capsys: pytest.CaptureFixture[
     )
     assert app.call(["run", "--", "python train.py " + "x" * 300]) == 2
     assert "one word, not a program with arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("torchrun --nproc-per-node 2 trian.py --lr 1", "has no trian.py; did you mean 'train.py'?"),
+        ("python -u trian.py", "has no trian.py; did you mean 'train.py'?"),
+        ("python made/by_setup.py", "has no made/by_setup.py; it has to be there when the job starts"),
+        ("torchrun train.py", ""),
+        ("python -m trian", ""),
+        ("python $CODE/trian.py", ""),
+        ("cd sub && python trian.py", ""),
+    ],
+)
+def test_a_script_that_is_not_there_yet_is_noted_and_the_job_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: str, said: str
+) -> None:
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ROTA_PORT", "0")
+    (tmp_path / "train.py").touch()
+    job = tmp_path / "job.yaml"
+    job.write_text(f"name: t\nroles: {{m: {{run: '{run}', setup: 'true', resources: {{gpus: 0}}}}}}\n")
+    for how in ("--check", "--dry-run"):
+        assert app.call(["run", str(job), how]) == 0
+        err = capsys.readouterr().err
+        assert (f"note: roles.m.run: {tmp_path} {said}" in err) if said else ("roles.m.run" not in err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import dropwhile
 
 _FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
 _REFUSED = frozenset({"--virtual-local-rank"})
@@ -13,6 +14,7 @@ _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _LITERAL = re.compile(r"'[^']*'|\\.", re.DOTALL)
 _BACKGROUND = re.compile(r"&&|[<>]&|&>")
 _STARTED = re.compile(r"(?:^|[\s;&|(])(?:\S*/)?torchrun\s|-m\s+torch\.distributed\.(?:run|launch)\b")
+_PYTHON_FLAGS = frozenset({"-u", "-O", "-OO", "-B", "-I", "-E", "-s"})
 ALONE_HINT = (
     "write the torchrun line alone: what comes before it belongs into 'setup', what follows into the script; rota logs"
     " keeps the output of every rank"
@@ -90,6 +92,18 @@ def read_torchrun(run: tuple[str, ...], *, shell: bool) -> TorchrunLine:
     rest = run[index:] if not shell else tuple(plain_words(text[spans[index][1] :]) or ())
     left = "" if rest else text[spans[index][1] :]
     return TorchrunLine(local=local, module=module, python=not no_python, words=rest, text=left)
+
+
+def script_of(run: tuple[str, ...], *, shell: bool) -> str:
+    """The file that a valid command has torchrun or Python run; empty where it names none, or a shell decides which."""
+    if is_torchrun(run, shell=shell):
+        line = read_torchrun(run, shell=shell)
+        script = line.program if line.python and not line.module else ""
+    else:
+        words = (plain_words(run[0]) if shell else list(run)) or [""]
+        after = list(dropwhile(_PYTHON_FLAGS.__contains__, words[1:]))
+        script = after[0] if after and words[0].rpartition("/")[2].startswith("python") else ""
+    return "" if script.startswith("-") or set(script) & set("$`*?[]{}~") else script
 
 
 def problem_of(run: tuple[str, ...], *, shell: bool, instances: int, meshed: bool) -> tuple[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,10 @@ from rota.service.cli.verbs.sweep import NO_SWEEP, POINTS, SweepFlags, SweepPlan
 from rota.service.cli.verbs.terminal import shell_job, shell_source
 from rota.service.jobfile.problems import Problem
 from rota.spec.check import SIZES_HINT, unenforced
-from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
+from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError, did_you_mean
 from rota.spec.resources import counted
 from rota.spec.states import JobState
+from rota.spec.torchrun import script_of
 
 if TYPE_CHECKING:
     from rota.service.api import JobText
@@ -103,6 +105,7 @@ def run(
     headers = _headers(file)
     spec = _as_given(changes, lambda: _read(body, flags), headers)
     plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec), headers)
+    _note(terminal, _missing_scripts(flags, spec, body["workdir"]))
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
     if dry_run and plan is not None:
@@ -116,8 +119,7 @@ def run(
             return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
         handle = _as_given(changes, lambda: client.submit(body), headers)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
-        for note in unenforced(spec):
-            terminal.note(f"note: {note}")
+        _note(terminal, unenforced(spec))
         if shell:
             return shell_job(flags, client, handle["id"], argv or ())
         return _watched(flags, client, handle, follow=follow, wait=wait, timeout_s=timeout_s)
@@ -130,6 +132,25 @@ def _check_workdir(workdir: str, flags: Flags) -> None:
 
         if find_service(flags.server, flags.token).local:
             raise BadInput(f"--workdir {workdir}: no such folder", hint="give the folder of the code")
+
+
+def _note(terminal: Terminal, notes: Iterable[str]) -> None:
+    for note in notes:
+        terminal.note(f"note: {note}")
+
+
+def _missing_scripts(flags: Flags, spec: JobSpec, workdir: str) -> Iterator[str]:
+    """The scripts that roles run and this machine does not have now, unless the service is on another one."""
+    from rota.service.http import find_service
+
+    folder = Path(workdir) / (spec.workdir or "")
+    scripts = {role.name: script_of(role.run, shell=role.shell) for role in spec.roles if role.run}
+    if not folder.is_dir() or not find_service(flags.server, flags.token).local:
+        return
+    for name, script in scripts.items():
+        if script and not os.path.lexists(folder / script):
+            near = did_you_mean(Path(script).name, (one.name for one in (folder / script).parent.glob("*.py")))
+            yield f"roles.{name}.run: {folder} has no {script}; {near or 'it has to be there when the job starts'}"
 
 
 def _watched(

@@ -37,7 +37,7 @@ from rota.spec.events import (
     MoveAsked,
     TimerFired,
 )
-from rota.spec.gang import BundleAsk, GangRequest
+from rota.spec.gang import BundleAsk, BundleGrant, GangRequest
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
@@ -254,6 +254,21 @@ def test_the_drain_that_ends_an_attempt_is_named_whatever_came_of_a_newer_one(ot
     assert story.state is JobState.QUEUED and story.attempts[-1].text.startswith(went)
     assert story.drains[0].outcome == "queued"
     assert story.drains[-1].outcome == ("withdrawn" if other == "withdrawn" else "ended")
+
+
+def test_a_limit_that_keeps_a_job_on_a_drained_node_is_named_and_not_the_room_elsewhere() -> None:
+    driven = Driven().run(spec(command("w", 2)), "h0", "h1")
+    drain(driven, "h0", "AAA")
+    driven.settle()
+    [asked] = driven.ctx.asks
+    driven.feed(GangWaits(gang=asked.gang, reason=Reason.USER_LIMIT))
+    assert "; its limit, or that of its queue, leaves them no room elsewhere now; " in leaving(told_by(driven))
+    end_notice(driven)
+    stops = "h0 is drained (AAA): a limit of its queue or user left no room elsewhere, so it waits in its queue"
+    assert reason_of(told_by(driven))[1] == stops
+    bundles = (BundleGrant(index=0, node=NodeId("h2"), host="h2", devices=(), res=Res()),)
+    driven.feed(GangGranted(gang=asked.gang, bundles=bundles))
+    assert reason_of(told_by(driven))[1] == "h0 is drained (AAA): there was no time to move, so it waits in its queue"
 
 
 def test_a_move_at_the_end_of_the_notice_loses_what_came_after_the_commit_and_one_at_a_commit_nothing() -> None:

@@ -97,6 +97,21 @@ class Drain:
     ended_at: float | None = None
     lost: str = ""
     """The work that went with it, in words; empty where nothing was lost."""
+    waits_for: Reason | None = None
+    """Why its instances there got no other place yet; None: not asked, or they got one."""
+    granted: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit, and not the room on other nodes, keeps the job there."""
+        return self.waits_for in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT)
+
+    @property
+    def no_room(self) -> str:
+        """Why the job did not move."""
+        if self.granted:
+            return "there was no time to move"
+        return "a limit of its queue or user left no room elsewhere" if self.limited else "no other node had room"
 
     @property
     def cause(self) -> str:
@@ -112,7 +127,7 @@ class Drain:
         came = {
             "waits": "the job must leave it",
             "moved": "its instances there moved to other nodes",
-            "queued": "no other node had room, so the job went back into its queue",
+            "queued": f"{self.no_room}, so the job went back into its queue",
             "withdrawn": "the job stayed",
             "ended": "the job ended its attempt before it had to leave",
         }[self.outcome]
@@ -382,6 +397,10 @@ class JobHistory:
                 self.drains.append(Drain(at=at, attempt=self.ctx.attempt, node=node, due_at=due_at, why=event.text))
             case e.MoveAsked(node=node):
                 self._end_drains(at, "withdrawn", node)
+            case e.GangWaits(reason=reason) if (due := self.drain("waits")) is not None:
+                due.granted, due.waits_for = False, reason
+            case e.GangGranted() if (due := self.drain("waits")) is not None:
+                due.granted, due.waits_for = True, None
             case e.FailoverStarted(reason=Reason.MIGRATED_DRAIN) if self.ctx.open_failover != before.open_failover:
                 node = before.bundle(InstanceId(event.role, event.rank))[1].node
                 moved = {(role, rank) for role, rank, _ in event.scope}

@@ -135,7 +135,7 @@ def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason
         return job.preempt.reason, moved_text(job.preempt.reason, job.preempt.for_job)
     ending = job.ctx.ending
     if ending is not None and ending.reason is Reason.MIGRATED_DRAIN and (due := job.drain("waits")) is not None:
-        return Reason.MIGRATED_DRAIN, f"{due.cause}: no other node had room, so it waits in its queue"
+        return Reason.MIGRATED_DRAIN, f"{due.cause}: {due.no_room}, so it waits in its queue"
     if job.state in (JobState.QUEUED, JobState.ADMITTED) and job.waits is not None:
         now = wait_of(job.id) if job.state is JobState.QUEUED else None
         wait = now or job.waits
@@ -163,7 +163,10 @@ def leaving(job: JobHistory) -> str:
     ask = next((one for one in ctx.asks if one.state in (AskState.ASKED, AskState.HELD) and leaves(ctx, one)), None)
     how = f"to other nodes, at the next commit or checkpoint or then{cost}"
     if ask is None or ask.state is not AskState.HELD:
-        room = "no other node has room for them now" if ask and ask.answered else "room on other nodes is asked for"
+        room = "no other node has room for them now"
+        if (due := job.drain("waits")) is not None and due.limited:
+            room = "its limit, or that of its queue, leaves them no room elsewhere now"
+        room = room if ask and ask.answered else "room on other nodes is asked for"
         how = f"{room}; without it by then the whole job waits in its queue{cost}"
     cause = next((one.cause for one in job.drains if one.node == node and one.outcome == "waits"), f"{node} is drained")
     return f"{cause}: {names} must leave by {until}; {how}"

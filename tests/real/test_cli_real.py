@@ -194,7 +194,7 @@ def test_exit_statuses_are_those_of_the_jobs_and_down_leaves_no_process(installa
     assert installation.processes() == []
     gone = installation.rota("ps")
     assert (gone.returncode, gone.stdout) == (3, "")
-    assert "start one here with 'rota up'" in gone.stderr
+    assert "no Rota service runs for" in gone.stderr and "start it with 'rota up'" in gone.stderr
 
 
 @pytest.mark.parametrize("template", ["torchrun", pytest.param("ppo", marks=deep)])

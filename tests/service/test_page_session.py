@@ -16,6 +16,8 @@ from test_cli import own_home, rota, with_cli
 from rota.runtime.process import SUPERVISOR, RunFolder, boot_id, own_id
 from rota.service.config import load_settings
 from rota.service.process import daemon
+from rota.service.rest.auth import Audit, audit_cursor
+from rota.testing.memory import VirtualClock
 
 assert own_home  # the fixture of every test here, too
 
@@ -88,6 +90,17 @@ def test_a_link_keeps_its_target_through_sign_in_and_a_session_ends_at_sign_out(
             assert (used.status_code, "<html" in used.text) == (422, True), "a page, not JSON"
 
     with_cli(tmp_path / "service", test)
+
+
+def test_requests_of_one_millisecond_are_each_on_one_page_of_the_audit(tmp_path: Path) -> None:
+    audit, seen, cursor = Audit(tmp_path / "audit.jsonl", VirtualClock(wall_start_s=1_700_000_000.1234)), [], ""
+    for n in range(7):
+        line = {"request_id": f"{7 * n % 10}", "path": f"/{n}"}  # ids are not in the order of the requests
+        audit.begin(line) if n % 2 else audit.anonymous(line)
+    while page := audit.newest(3, before=cursor):
+        seen += [one["path"] for one in page]
+        cursor = audit_cursor(page[-1])
+    assert seen == [f"/{n}" for n in reversed(range(7))]
 
 
 def test_the_audit_is_read_page_by_page_and_searched_by_the_server(tmp_path: Path) -> None:

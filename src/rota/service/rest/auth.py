@@ -283,11 +283,17 @@ class Audit:
         self._path, self._anonymous_path = path, path.with_name(f"strangers-{path.name}")
         self._clock = clock
         self._window_s, self._anonymous, self._left_out = float("-inf"), 0, 0
+        self._last_ms = 0
+
+    def _at(self) -> str:
+        """Now, or a millisecond after the line before: pages go by time, so each line has its own."""
+        self._last_ms = max(int(self._clock.wall_s() * 1000), self._last_ms + 1)
+        return iso((self._last_ms + 0.5) / 1000)
 
     def begin(self, line: Mapping[str, object]) -> None:
         """Write who asks for what; ``request_id`` names it. Raises StoreUnavailable when that is impossible."""
         try:
-            self._write({"at": iso(self._clock.wall_s()), **line, "status": None})
+            self._write({"at": self._at(), **line, "status": None})
         except OSError as error:
             raise self._refused(error) from error
 
@@ -312,7 +318,7 @@ class Audit:
             self._left_out += 1
             return
         left_out = {"left_out": self._left_out} if self._left_out else {}
-        self._write({"at": iso(self._clock.wall_s()), **line, **left_out}, self._anonymous_path)
+        self._write({"at": self._at(), **line, **left_out}, self._anonymous_path)
         self._left_out = 0
 
     def _refused(self, error: OSError) -> StoreUnavailable:

@@ -24,10 +24,19 @@ class RankFailed(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def _enter(function: Callable[..., Any], rank: int, size: int, port: int, home: str, pipe: Connection, args: Any):
+def _settings() -> dict[str, str]:
+    """The settings of Rota in this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith("ROTA_")}
+
+
+def _enter(
+    function: Callable[..., Any], rank: int, size: int, port: int, env: dict[str, str], pipe: Connection, args: Any
+):
     import torch
 
-    os.environ.update(ROTA_HOME=home, ROTA_TENSORS_SEALED="1")
+    for name in _settings():  # those that the server was started with, by whichever test came first
+        del os.environ[name]
+    os.environ.update(env)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -51,7 +60,8 @@ class Ranks:
         self.processes: list[Any] = []
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
-            given = (function, rank, size, self._store.port, str(home), theirs, args)
+            env = {**_settings(), "ROTA_HOME": str(home), "ROTA_TENSORS_SEALED": "1"}
+            given = (function, rank, size, self._store.port, env, theirs, args)
             process = context.Process(target=_enter, args=given, daemon=True)
             process.start()
             theirs.close()

@@ -263,6 +263,7 @@ def test_a_limit_that_keeps_a_job_on_a_drained_node_is_named_and_not_the_room_el
     [asked] = driven.ctx.asks
     driven.feed(GangWaits(gang=asked.gang, reason=Reason.USER_LIMIT))
     assert "; its limit, or that of its queue, leaves them no room elsewhere now; " in leaving(told_by(driven))
+    driven.feed(GangWaits(gang=GangId("another"), reason=Reason.NO_FREE_DEVICES))
     end_notice(driven)
     stops = "h0 is drained (AAA): a limit of its queue or user left no room elsewhere, so it waits in its queue"
     assert reason_of(told_by(driven))[1] == stops

@@ -623,8 +623,7 @@ class Scheduler:
                     raise AssertionError(
                         f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
                     )
-        moves = moves_of(self.state, {node: due for node, (due, _) in self._drains.items()}, self._asked_to_leave)
-        events += ((job, replace(one, text=self._drains.get(one.node, (0.0, ""))[1])) for job, one in moves)
+        events += moves_of(self.state, self._drains, self._asked_to_leave)
         return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),

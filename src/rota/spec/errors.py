@@ -36,7 +36,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -266,11 +266,16 @@ def did_you_mean(word: str, known: Iterable[str], parts: Mapping[str, str] = Map
     return f"did you mean '{by_fold[near[0]]}'?" if near else ""
 
 
+def first_of(names: Sequence[str], most: int = NAMED_MAX) -> str:
+    """The first of these names, and how many more there are: ``a, b and 3 more``; empty for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def nearest(word: str, known: Iterable[str], what: str = "") -> str:
     """The hint for a word that is not known: the nearest one, else the first of those that are, named as ``what``."""
     names = list(known)
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    there = f"{', '.join(names[:NAMED_MAX]) or 'none'}{more}"
+    there = first_of(names) or "none"
     return did_you_mean(word, names) or (f"{what}: {there}" if what else f"there is {there}")
 
 

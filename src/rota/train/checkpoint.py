@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rota.spec.errors import BadInput, TensorError
+from rota.spec.errors import BadInput, TensorError, first_of
 from rota.tensors.api.store import Plane
 from rota.train.parallel.mesh import local
 from rota.train.plan.hardware import Json
@@ -38,8 +38,6 @@ MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 20
 WAIT_S = 600.0
 """After this time without an answer of the others a rank gives a save up."""
-NAMED = 6
-"""Parameters that an error lists."""
 _FOLDER = re.compile(r"^step-(\d+)\.(\d+)$")
 _DRAFT = ".draft-"
 _PROBE = ".probe-"
@@ -180,9 +178,8 @@ class Checkpoints:
             raise BadInput(f"checkpoint {found.path.name}: {fault}")
         wanted = {name for names, _ in shares for name in names}
         if unknown := sorted(name for name in saved if name.startswith("model.") and name not in wanted):
-            more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
             raise BadInput(
-                f"checkpoint {found.path.name}: this model has no {', '.join(unknown[:NAMED])}{more}",
+                f"checkpoint {found.path.name}: this model has no {first_of(unknown)}",
                 hint="build the model that the checkpoint was written from, or give an empty folder",
             )
         with _as_os_error(f"checkpoint {found.path.name}"):

@@ -112,14 +112,14 @@ def left_at(left: Sequence[BundleGrant], moved_to: GangId) -> Place:
 
 
 def moves_of(
-    state: State, drains: Mapping[NodeId, float], asked: Mapping[tuple[NodeId, JobId], float]
+    state: State, drains: Mapping[NodeId, tuple[float, str]], asked: Mapping[tuple[NodeId, JobId], float]
 ) -> list[tuple[JobId, MoveAsked]]:
-    """Jobs that do not know yet that they must leave a node and until when, or that they need not any more."""
+    """Jobs that do not know yet that they must leave a node, until when and why, or that they need not any more."""
     holders = [row for row in state.holders() if row.phase != "stopping"] if drains else []
     there = {(state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
     due = {one: drains[one[0]] for one in sorted(there) if one[0] in drains}
-    new = [one for one, due_at in due.items() if asked.get(one) != due_at]
-    leave = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
+    new = [(one, due_at, why) for one, (due_at, why) in due.items() if asked.get(one) != due_at]
+    leave = [(job, MoveAsked(node=node, due_at=due_at, text=why)) for (node, job), due_at, why in new]
     stay = [(job, MoveAsked(node=node, due_at=None)) for node, job in asked if node not in drains]
     return [*leave, *stay]
 

@@ -43,6 +43,7 @@ from rota.spec.commands import (
     StartInstance,
     StopInstance,
 )
+from rota.spec.errors import first_of
 from rota.spec.events import FailoverEnded, JobEnded, JobRequeued, RolledBack
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.reasons import Reason, final_state
@@ -180,8 +181,7 @@ def _progress(ctx: JobContext, failover: Failover) -> Generator[Emit, None, str]
 def _not_ready(ctx: JobContext, members: Iterable[InstanceId]) -> str:
     """Who of some members is waited for, in words; empty when all are ready."""
     waits = [str(one) for one in members if not ctx.instances[one].settled]
-    more = f" and {len(waits) - NAMED_MAX} more" if len(waits) > NAMED_MAX else ""
-    return f"not ready yet: {', '.join(waits[:NAMED_MAX])}{more}" if waits else ""
+    return f"not ready yet: {first_of(waits, NAMED_MAX)}" if waits else ""
 
 
 def _end(ctx: JobContext, ending: Ending) -> Emit:

@@ -91,12 +91,19 @@ class BoundPart(Part):
     seconds: Seconds = optional("how old at most, for weights")
 
 
+_NEVER, _PROCESS = "for never write 'limit: 0/10m, then: []'", "did you mean 'process'?"
+_SCOPE = OneOf(
+    Restart, {"never": _NEVER, "no": _NEVER, "always": _PROCESS, "onfailure": _PROCESS, "on-failure": _PROCESS}
+)
+"""What is restarted, and what to write for a restart policy of other systems."""
+
+
 class FailPart(Part):
     """The failure contract of a role."""
 
     what = "a mapping such as {restart: process, limit: 3/10m}"
     makes = Fail
-    restart: Annotated[Restart, OneOf(Restart)] = optional(
+    restart: Annotated[Restart, _SCOPE] = optional(
         "narrowest scope that is restarted", default="`process`; `role` for meshed roles"
     )
     limit: Annotated[tuple[int, float], Limit()] = optional(
@@ -106,7 +113,7 @@ class FailPart(Part):
         "tries after which the job ends FAILED when the code fails with the same error at the same line each time and"
         " no commit came between, whatever `limit` says; 0: never"
     )
-    then: Annotated[tuple[Annotated[Restart, OneOf(Restart)], ...], Several(bars=True)] = optional(
+    then: Annotated[tuple[Annotated[Restart, _SCOPE], ...], Several(bars=True)] = optional(
         "wider scopes, tried in order when the limit is used up"
     )
     state: Annotated[tuple[Annotated[State, OneOf(State)], ...], Several(bars=True)] = optional(

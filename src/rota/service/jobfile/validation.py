@@ -13,6 +13,7 @@ from contextlib import suppress
 from decimal import Decimal
 from difflib import SequenceMatcher
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, get_args, get_origin
 
 from pydantic import (
@@ -257,18 +258,18 @@ SIZE = Measure("a size with a unit, for example 512MiB", parse_size, size_text)
 
 
 class OneOf(Kind[str]):
-    """One word of a closed list: the choices of a ``Literal``."""
+    """One word of a closed list: the choices of a ``Literal``; ``others`` has hints for words of other systems."""
 
-    def __init__(self, literal: object) -> None:
+    def __init__(self, literal: object, others: Mapping[str, str] = MappingProxyType({})) -> None:
         self.choices: tuple[str, ...] = get_args(literal)
+        self.others = others
         self.words = " \\| ".join(f"`{choice}`" for choice in self.choices)
 
     def read(self, node: object) -> str:
         if isinstance(node, ScalarNode) and node in self.choices:
             return str(node)
-        hint = did_you_mean(node, self.choices) if isinstance(node, ScalarNode) else ""
-        if isinstance(node, ScalarNode) and "process" in self.choices:
-            hint = OTHER_VALUES.get(node.casefold(), hint)
+        word = str(node) if isinstance(node, ScalarNode) else ""
+        hint = self.others.get(word.casefold()) or (did_you_mean(word, self.choices) if word else "")
         raise unexpected("one of " + ", ".join(self.choices), node, hint=hint, code="BAD_CHOICE")
 
     def schema(self) -> JsonSchemaValue:
@@ -491,9 +492,6 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_restarts", "max_retries", "retries", "backoffLimit"), ("limit", "fail.limit")),
 }
 """What other systems call a field."""
-_NEVER, _PROCESS = "for never write 'limit: 0/10m, then: []'", "did you mean 'process'?"
-OTHER_VALUES = {"never": _NEVER, "no": _NEVER, "always": _PROCESS, "onfailure": _PROCESS, "on-failure": _PROCESS}
-"""What other systems call a ``restart``, and what to write for it."""
 OTHER_FILES: dict[str, str] = {
     "apiVersion": "a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files",
     "metadata": "write the name as 'name:'",

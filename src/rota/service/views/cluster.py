@@ -275,11 +275,13 @@ def usage_history(jobs: Iterable[JobHistory], gpus: int, *, since: float, now: f
             continue
         waits: float | None = job.submitted_at
         for attempt in job.attempts:
-            begin, end = (attempt.admitted_at - since) / step, ((attempt.ended_at or now) - since) / step
             if waits is not None:
-                waiting.add((waits - since) / step, begin, 1)
-            running.add(begin, end, 1)
-            used.add(begin, end, sum(bundle.res.gpus for bundle in attempt.placement.bundles))
+                waiting.add((waits - since) / step, (attempt.admitted_at - since) / step, 1)
+            gpus_held = sum(bundle.res.gpus for bundle in attempt.placement.bundles)
+            for span in attempt.spans(attempt.admitted_at, attempt.ended_at or now):
+                begin, end = ((at - since) / step for at in span)
+                running.add(begin, end, 1)
+                used.add(begin, end, gpus_held)
             waits = attempt.ended_at
         if waits is not None:
             waiting.add((waits - since) / step, ((job.ended_at or now) - since) / step, 1)
@@ -330,8 +332,8 @@ def _held(
     """Device and core seconds by kind of device; cores of what has no device are under ``cpu``."""
     found: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for attempt in job.attempts:
-        seconds = min(attempt.ended_at or now, now) - max(attempt.admitted_at, since) - attempt.down_s
-        if seconds <= 0:
+        spans = attempt.spans(max(attempt.admitted_at, since), min(attempt.ended_at or now, now))
+        if not (seconds := sum(end - begin for begin, end in spans)):
             continue
         for bundle in attempt.placement.bundles:
             kind = type_of(bundle.node, bundle.devices[0]) if bundle.devices else "cpu"

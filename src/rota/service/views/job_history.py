@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import bindings
+from rota.job.core.resize import leaves
 from rota.job.core.survival import source_of
 from rota.spec import events as e
 from rota.spec.events import InstanceLost, JobEnded, Record
@@ -67,8 +68,8 @@ class Attempt:
     why: dict[str, object]
     started_at: float | None = None
     """When all of its instances were first ready."""
-    down_s: float = 0.0
-    """How long nothing ran, as service and engine were down."""
+    downtimes: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """From when to when nothing of it ran, as service and engine were down; in order."""
     ended_at: float | None = None
     reason: Reason | None = None
     for_job: str = ""
@@ -79,6 +80,15 @@ class Attempt:
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         return self.placement.nodes
+
+    def spans(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
+        """The parts of this time that are in no downtime, in order."""
+        for down_at, up_at in self.downtimes:
+            if begin < min(down_at, end):
+                yield begin, min(down_at, end)
+            begin = max(begin, up_at)
+        if begin < end:
+            yield begin, end
 
 
 Outcome = Literal["waits", "moved", "queued", "withdrawn", "ended"]
@@ -97,6 +107,8 @@ class Drain:
     ended_at: float | None = None
     lost: str = ""
     """The work that went with it, in words; empty where nothing was lost."""
+    gang: GangId | None = None
+    """What was asked for in place of what is left; None: nothing yet."""
     waits_for: Reason | None = None
     """Why its instances there got no other place yet; None: not asked, or they got one."""
     granted: bool = False
@@ -397,9 +409,12 @@ class JobHistory:
                 self.drains.append(Drain(at=at, attempt=self.ctx.attempt, node=node, due_at=due_at, why=event.text))
             case e.MoveAsked(node=node):
                 self._end_drains(at, "withdrawn", node)
-            case e.GangWaits(reason=reason) if (due := self.drain("waits")) is not None:
+            case e.GangAsked(request=request) if (due := self.drain("waits")) is not None:
+                if any(one.gang == request.gang and leaves(self.ctx, one) for one in self.ctx.asks):
+                    due.gang = request.gang
+            case e.GangWaits(gang=gang, reason=reason) if (due := self.drain("waits")) and due.gang == gang:
                 due.granted, due.waits_for = False, reason
-            case e.GangGranted() if (due := self.drain("waits")) is not None:
+            case e.GangGranted(gang=gang) if (due := self.drain("waits")) and due.gang == gang:
                 due.granted, due.waits_for = True, None
             case e.FailoverStarted(reason=Reason.MIGRATED_DRAIN) if self.ctx.open_failover != before.open_failover:
                 node = before.bundle(InstanceId(event.role, event.rank))[1].node
@@ -466,8 +481,7 @@ class JobHistory:
                     self.attempts[-1].for_job = self.preempt.for_job
                 self.preempt = None
             case e.DowntimePassed(since=since) if self.attempts and self.attempts[-1].ended_at is None:
-                last = self.attempts[-1]
-                last.down_s += max(0.0, at - max(since, last.started_at or last.admitted_at))
+                self.attempts[-1].downtimes.append((since, at))
             case e.UploadStarted() if before.ending is not None:
                 self._close_attempt(at, before.ending.reason)
             case e.JobEnded(reason=reason):

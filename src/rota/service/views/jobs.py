@@ -316,8 +316,9 @@ def _progress(job: JobHistory) -> Progress | None:
 
 
 def _run_s(job: JobHistory, now: float) -> float:
-    ran = ((one.ended_at or now) - one.started_at - one.down_s for one in job.attempts if one.started_at is not None)
-    return max(0, round(sum(ran), 3))
+    began = ((one, one.started_at) for one in job.attempts if one.started_at is not None)
+    ran = (end - begin for one, start in began for begin, end in one.spans(start, one.ended_at or now))
+    return round(sum(ran), 3)
 
 
 def _role(job: JobHistory, role: RoleSpec) -> RoleRow:

@@ -16,15 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, first_of
 from rota.train.parallel.experts import find_experts
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Layer, ParallelPlan
 
 BUCKET_MIB = 25
-NAMED = 6
-"""Parameters that an error lists."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,10 +65,9 @@ def check_reduced(model: DistributedDataParallel) -> None:
         trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
         listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = [trained[int(index)] for index in listed[1].split() if int(index) < len(trained)] if listed else []
-        of_them = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
         raise BadInput(
-            f"mesh.dp: the loss of this step does not depend on {of_them or 'some parameters'}: gradients were not "
-            "reduced, nothing was updated",
+            f"mesh.dp: the loss of this step does not depend on {first_of(names) or 'some parameters'}: gradients were "
+            "not reduced, nothing was updated",
             hint="set requires_grad to False for what is never used; ZeRO 2 or 3 takes what all ranks leave out",
         ) from error
 

@@ -29,11 +29,16 @@ BREAKS = [
     ("Torch stays out of the control plane", "rota/job/master/master.py", "import torch"),
     ("Scheduling knows nothing of tensors", "rota/cluster/core/capacity.py", "import rota.tensors.api.store"),
     ("The client knows only spec", "rota/service/client.py", "import rota.runtime.clock"),
-    ("Verbs speak to the client, or to offline.py", "rota/service/cli/app.py", "import rota.runtime.clock"),
+    ("Verbs speak to the client, to offline.py or to local.py", "rota/service/cli/app.py", "import rota.runtime.clock"),
     (
-        "Verbs speak to the client, or to offline.py",
+        "Verbs speak to the client, to offline.py or to local.py",
         "rota/service/cli/verbs/cluster.py",
         "import rota.service.views.cluster",
+    ),
+    (
+        "Verbs speak to the client, to offline.py or to local.py",
+        "rota/service/cli/verbs/service.py",
+        "import rota.service.process.daemon",
     ),
     ("No cycles between siblings anywhere", "rota/spec/ids.py", "import rota.spec.job"),
 ]

@@ -1,1 +1,1 @@
-"""A file a family of verbs; each asks the client, or offline.py, and shows the answer."""
+"""A file a family of verbs; each asks the client, offline.py or local.py, and shows the answer."""

@@ -23,6 +23,7 @@ from rota.service.cli.verbs.logs import log_text
 from rota.service.cli.verbs.sweep import NO_SWEEP, POINTS, SweepFlags, SweepPlan, plan_sweep, run_sweep
 from rota.service.cli.verbs.terminal import shell_job, shell_source
 from rota.service.jobfile.problems import Problem
+from rota.service.local import up as start_service
 from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError, did_you_mean
 from rota.spec.resources import counted
@@ -343,7 +344,6 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
         client.status()
     except NotReachable:
         client.close()
-        from rota.service.cli.verbs.service import started_here
         from rota.service.http import find_service
 
         settings = flags.settings()
@@ -352,7 +352,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 
         terminal.note("starting the service of this machine ...")
         with Ticker(live_line(terminal), elapsed("starting the service")):
-            started_here(settings)
+            start_service(settings)
         return flags.client()
     return client
 

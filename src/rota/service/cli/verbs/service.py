@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service import local
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.cli.output import Table, Terminal
 from rota.service.cli.verbs.formatting import age
@@ -16,7 +17,6 @@ from rota.spec.resources import counted
 
 if TYPE_CHECKING:
     from rota.service.config import Settings
-    from rota.service.process.daemon import UpDocument
 
 DOWN = 3
 """Exit status of ``status`` when the service does not answer."""
@@ -57,23 +57,14 @@ def up(
     settings = flags.settings(**given, listen=listen, profile=profile)
     terminal = flags.terminal()
     if foreground:
-        from rota.service.process.serve import run
-
         terminal.note(f"serving {settings.home}; Ctrl-C ends it")
-        run(settings)
+        local.serve(settings)
         return 0
-    document = started_here(settings)
+    document = local.up(settings)
     if not document["started"]:
         _refuse_other(flags, settings)
     terminal.show(document, lambda term: _status(term, document))
     return 0
-
-
-def started_here(settings: Settings) -> UpDocument:
-    """Start the service of this machine unless it runs. Raises as ``up`` of ``daemon``."""
-    from rota.service.process.daemon import up as start
-
-    return start(settings)
 
 
 def _refuse_other(flags: Flags, settings: Settings) -> None:
@@ -109,21 +100,17 @@ def down(
     """
     if jobs not in ("leave", "cancel", "stop"):  # stop is the older name of cancel
         raise BadInput(f"--jobs {jobs}: expected leave or cancel")
-    from rota.service.process.daemon import down as end
-    from rota.service.process.daemon import live_by_user, live_in_log
-    from rota.service.process.joined import has_joined
-
     terminal, settings, cancel = flags.terminal(), flags.settings(), jobs != "leave"
-    if has_joined(settings):
+    if local.has_joined(settings):
         return leave(force=force, flags=flags)
     if cancel and force:
         raise BadInput(f"--force asks no job to end, --jobs {jobs} asks all", hint="leave one of them out")
-    if users := live_by_user(settings) if cancel else {}:
+    if users := local.live_by_user(settings) if cancel else {}:
         of_users = ", ".join(f"{n} of {name}" for name, n in sorted(users.items(), key=lambda one: (-one[1], one[0])))
         confirm(f"cancel {counted(sum(users.values()), 'job')} ({of_users})", yes=yes)
         terminal.note(f"cancelling {counted(sum(users.values()), 'job')} ({of_users}) ...")
-    left = live_in_log(settings) if cancel and not users else {}
-    document = end(settings, jobs="cancel" if cancel else "leave", force=force)
+    left = local.live_in_log(settings) if cancel and not users else {}
+    document = local.down(settings, cancel=cancel, force=force)
     document["left_jobs"] = document["left_jobs"] or left
     terminal.show(document, lambda term: term.line(_ended(document)))
     if left:
@@ -164,11 +151,9 @@ def join(
 
     rota join head:7700 --label rack=r1 --label zone=a
     """
-    from rota.service.process.joined import join as begin
-
     settings = flags.settings()
     given = {"name": name, "cpus": cpus, "gpus": gpus, "labels": label or (), "at": at}
-    return flags.show(lambda: begin(settings, address, token=settings.token, **given), _joined)
+    return flags.show(lambda: local.join(settings, address, **given), _joined)
 
 
 def leave(
@@ -184,9 +169,9 @@ def leave(
     --------
     rota leave
     """
-    from rota.service.process.joined import leave as end
-
-    return flags.show(lambda: end(flags.settings(), force=force), _joined, lambda done: done["state"] == "stuck")
+    return flags.show(
+        lambda: local.leave(flags.settings(), force=force), _joined, lambda done: done["state"] == "stuck"
+    )
 
 
 def _joined(term: Terminal, document: Mapping[str, Any]) -> None:
@@ -221,9 +206,7 @@ def status(
         with flags.client() as client:
             document = client.status()
     else:
-        from rota.service.process.daemon import status as ask
-
-        document = ask(known)
+        document = local.status(known)
     terminal.show(document, lambda term: _status(term, document))
     if document["state"] == "down":
         terminal.note(f"no Rota service runs for {document['home']}; start it: rota up")
@@ -292,9 +275,7 @@ def backup(
     --------
     rota backup rota-2026-01-31.tar.gz
     """
-    from rota.service.process.backup import back_up
-
-    document = back_up(flags.settings(), out, jobs=not no_jobs)
+    document = local.back_up(flags.settings(), out, jobs=not no_jobs)
     text = f"{document['file']}: {_kept(document)}"
     flags.terminal().show(document, lambda term: term.line(text))
     return 0
@@ -316,9 +297,7 @@ def restore(
     --------
     ROTA_HOME=/srv/rota rota restore rota-2026-01-31.tar.gz
     """
-    from rota.service.process.backup import restore as fill
-
-    document = fill(flags.settings(db_url=db), source)
+    document = local.restore(flags.settings(db_url=db), source)
     nodes = f" (with the pretend nodes {document['pretend']})" if document["pretend"] else ""
     text = f"{document['home']}: {_kept(document)}; start it: rota up{nodes}"
     terminal = flags.terminal()
@@ -346,9 +325,9 @@ def doctor(
     if nodes:
         with flags.client() as client:
             return flags.show(client.check_nodes, _pairs_report, lambda found: found["mark"] == "fail")
-    from rota.service.doctor import examine
-
-    return flags.show(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
+    return flags.show(
+        lambda: local.examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail"
+    )
 
 
 def _pairs_report(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -427,15 +406,12 @@ def demo(
 
     rota demo --clean
     """
-    from rota.service.demo import clean as remove
-    from rota.service.demo import document, play
-
     if clean:
-        return flags.show(remove, HOMES, lambda found: any(one["still_running"] for one in found["items"]))
+        return flags.show(local.clean_demos, HOMES, lambda found: any(one["still_running"] for one in found["items"]))
     terminal = flags.terminal()
-    outcome = play(out, terminal.note if terminal.json else terminal.line, keep=keep)
+    outcome, document = local.play_demo(out, terminal.note if terminal.json else terminal.line, keep=keep)
     for problem in outcome.problems:
         terminal.note(f"problem: {problem}")
     verdict = "all kills healed" if not outcome.problems else counted(len(outcome.problems), "problem")
-    terminal.show(document(outcome), lambda term: term.line(f"{verdict}; the whole demo took {outcome.seconds} s"))
+    terminal.show(document, lambda term: term.line(f"{verdict}; the whole demo took {outcome.seconds} s"))
     return 0 if not outcome.problems else 1

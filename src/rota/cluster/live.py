@@ -169,8 +169,6 @@ class Scheduler:
             at, self._to_lay_out_at = self._to_lay_out_at, None
             self._rebuild(at)
 
-    # -- folding records ---------------------------------------------------------------------------------------------
-
     def apply(self, record: Record) -> None:
         """Fold one record of the log, of any kind; kinds that do not concern scheduling change nothing.
 
@@ -560,8 +558,6 @@ class Scheduler:
             self._happened(events.NodeChanged(node=node, health=None), at)
         if self.profile.prepare is not None:  # a reason of now may be asked for before the next pass
             self.profile.prepare(self._state)
-
-    # -- deciding ----------------------------------------------------------------------------------------------------
 
     def wait_idle(self) -> None:
         """Wait while the thread of the scheduler decides or explains: for long work of other threads."""

@@ -21,12 +21,12 @@ SERVICE = "ROTA_SERVICE"
 """The home whose service started this process or one above it: so it is found when the records in the home are gone."""
 INSTALLATION = "ROTA_INSTALLATION"
 """Id of the installation of a master on an engine that others run: a machine without its home has files of its own."""
-# set for every instance of a job
 JOB = "ROTA_JOB"
 ROLE = "ROTA_ROLE"
 INSTANCE = "ROTA_INSTANCE"
 EPOCH = "ROTA_EPOCH"
 NODE = "ROTA_NODE"
+"""Set for every instance of a job, as the four above."""
 
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600

@@ -164,8 +164,6 @@ class FrameLink:
         """Whether frames can still be written."""
         return self._socket is not None
 
-    # -- out ----------------------------------------------------------------------------------------------------------
-
     async def send(self, call: int, kind: int, parts: FrameParts, until: asyncio.Future[object] | None = None) -> None:
         """Write a frame, once the other side keeps up, if that is before ``until`` is done.
 
@@ -232,8 +230,6 @@ class FrameLink:
     def _wake_writers(self) -> None:
         while self._writers:
             _end(self._writers.popleft(), None)
-
-    # -- in -----------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
         if self._socket is None:
@@ -305,8 +301,6 @@ class FrameLink:
             self._parse()
             if self._socket is not None and not self._paused:
                 self._loop.add_reader(self._descriptor, self._readable)
-
-    # -- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "") -> None:
         """End the connection; with a reason that is a fault of the other side, it is logged."""

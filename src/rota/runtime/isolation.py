@@ -72,7 +72,7 @@ def hidden(path: str) -> str:
     above = "/"
     for part in path.strip("/").split("/"):
         above = os.path.join(above, part)  # noqa: PTH118 - pathlib takes longer to import than all else here
-        if not os.stat(above).st_mode & 0o001:  # noqa: PTH116
+        if not os.stat(above).st_mode & 0o001:  # noqa: PTH116 - as above
             return above
     return path
 
@@ -116,7 +116,7 @@ def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str
     ``home`` is empty but for what is ``shown``; so is each folder that others may not pass and that holds the
     interpreter. The workdir and the interpreter are shown where they would be hidden.
     """
-    here = os.getcwd()  # noqa: PTH109
+    here = os.getcwd()  # noqa: PTH109 - see hidden
     programs = sorted({*programs, sys.base_prefix, str(__file__).rpartition("/rota/")[0]})
     masks = sorted({hidden(home), *(hidden(one) for one in programs if hidden(one) != one)})
     lost = (*masks, "/tmp")
@@ -156,7 +156,7 @@ def give(paths: list[str], uid: int, gid: int) -> None:
 def main() -> None:
     """Become the command."""
     asked, command = json.loads(sys.argv[1]), sys.argv[2:]
-    here = os.getcwd()  # noqa: PTH109
+    here = os.getcwd()  # noqa: PTH109 - see hidden
     try:
         uid, gid, name, folder = account(asked["user"])
         give(asked["given"], uid, gid)

@@ -193,7 +193,7 @@ def run(watch: LimitWatch, report: str) -> None:
             watch.stop()
             with contextlib.suppress(OSError):  # a full disk: it ends all the same
                 _write(report, json.dumps(found))
-                print(f"rota: the instance ends: it {found['text']}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"rota: the instance ends: it {found['text']}", file=sys.stderr, flush=True)  # noqa: T201 - its only output
             watch.kill()
             return
         time.sleep(TICK_S)

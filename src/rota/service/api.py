@@ -176,9 +176,6 @@ def events_path(job: str) -> str:
     return job_path(job, "events") if job else "/events"
 
 
-# -- parameters -------------------------------------------------------------------------------------------------------
-
-
 class JobFilters(TypedDict, total=False):
     """Which jobs to list. ``all``: also those that ended. ``since_s``: that ended within this period."""
 
@@ -260,9 +257,6 @@ class Built(Protocol):
 
 Overrides = Mapping[str, object] | Sequence[str]
 """``{path: value}`` or ``path=value`` each, over a job file."""
-
-
-# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class JobApi:
@@ -561,9 +555,6 @@ class AccountApi:
 def _only(**values: object) -> dict[str, object]:
     """The values that were given."""
     return {name: value for name, value in values.items() if value not in (None, "")}
-
-
-# -- bodies of a submission -------------------------------------------------------------------------------------------
 
 
 def body_of(

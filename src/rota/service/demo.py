@@ -363,9 +363,6 @@ def document(outcome: Outcome) -> JsonObject:
     return {"api": "rota/v1", "kind": "Demo", **asdict(outcome)}
 
 
-# -- report ----------------------------------------------------------------------------------------------------------
-
-
 def write_report(folder: Path, outcome: Outcome, job_output: Path) -> Path:
     """Write ``report.html``, ``report.json`` and the curve of the job into ``folder``; the path of the page."""
     folder = folder.absolute()

@@ -38,9 +38,6 @@ LOGIN = "login.json"
 """Below ``$ROTA_HOME``: the address and token of ``rota login``, 0600. Flags and variables win over it."""
 
 
-# -- address and login -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddress:
     """How to reach a service.
@@ -127,9 +124,6 @@ def _token(settings: Settings) -> str:
         raise BadInput(f"the token cannot be read: {exc}", hint="set ROTA_TOKEN, or repair the file") from exc
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def _tree(root: type[RotaError]) -> Iterator[type[RotaError]]:
     yield root
     for cls in root.__subclasses__():
@@ -193,9 +187,6 @@ def timed_out(document: JobDocument, timeout_s: float) -> TimedOut:
         job=document["id"],
         state=document["state"],
     )
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class HttpOptions(TypedDict):
@@ -272,9 +263,6 @@ class HttpBase:
 
     def stream_headers(self, last: str) -> dict[str, str]:
         return {"Accept": MEDIA_SSE} | ({"Last-Event-ID": last} if last else {})
-
-
-# -- server-sent events ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,9 +253,6 @@ class TensorError(RotaError):
     code = "TENSOR_ERROR"
 
 
-# -- hints ------------------------------------------------------------------------------------------------------------
-
-
 def did_you_mean(word: str, known: Iterable[str], parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near.
 

@@ -45,9 +45,6 @@ class ClusterEvent:
     """A fact about nodes, queues or the installation."""
 
 
-# -- submission and scheduling (S) ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continued:
     """The commit of an ended job that a new one begins with; its epochs follow those of that job.
@@ -178,9 +175,6 @@ class GangWaits(JobEvent):
     reason: Reason
     text: str = ""
     back: tuple[NodeId, ...] = ()
-
-
-# -- the master (M) ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,9 +449,6 @@ class JobEnded(JobEvent):
     traceback: str = ""
 
 
-# -- the cluster (S) --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStarted(ClusterEvent):
     """A service process took the installation under a new install epoch."""
@@ -537,9 +528,6 @@ class PartReplaced(ClusterEvent):
     pid: int = 0
     text: str = ""
     found_at: float = 0.0
-
-
-# -- users, their tokens and secrets, webhooks (S) --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,10 @@ def _fails(fault: str, text: str) -> tuple[str, ReasonInfo]:
 
 
 class Reason(StrEnum):
-    """Why something was decided or ended; families: waiting, moving, failure, failover, end, refusal."""
+    """Why something was decided or ended; families: waiting, moving, failure, failover, end, refusal.
+
+    Those of waiting stand in the order in which they are tried: the first that binds is named.
+    """
 
     info: ReasonInfo
 
@@ -61,7 +64,6 @@ class Reason(StrEnum):
         reason._value_, reason.info = name, info
         return reason
 
-    # waiting, in the order in which they are tried (the first that binds is named)
     QUOTA_LIMIT = _waits("The queue, or one above it, is at its limit.")
     USER_LIMIT = _waits("The user is at the limit of this queue.")
     GUARANTEE_FULL_NO_BORROW = _waits("The guarantee of the queue is used up and nothing may be borrowed.")
@@ -85,7 +87,6 @@ class Reason(StrEnum):
     ENGINE_STARTING = _waits("The engine is starting.")
     NO_USABLE_NODE = _waits("No machine can be used; the text names each with what it lacks.")
     INFEASIBLE_NOW = _waits("Nodes left the cluster; what remains can never hold the request.")
-    # moving
     PREEMPTED_RECLAIM = _moves("A queue took back what it had lent.")
     PREEMPTED_PRIORITY = _moves("A job of higher priority needed the devices.")
     MIGRATED_AFFINITY = _moves("Moved to devices that are closer together.")
@@ -95,7 +96,6 @@ class Reason(StrEnum):
     TIME_SLICE = _moves("Another job has its turn on the devices.")
     NODE_REMOVED = _moves("Its node was removed from the installation; the job continues on the remaining nodes.")
     SERVICE_DOWN = _moves("The service was taken down; the job continues from its last commit when it runs again.")
-    # failure
     EXIT_NONZERO = _fails("user", "A process ended with a non-zero exit status.")
     SIGNALLED = _fails("infra", "A process was ended by a signal.")
     SELF_ENDED = _fails("infra", "A process ended itself so that another can replace it; see exit statuses 70 and 71.")
@@ -123,24 +123,19 @@ class Reason(StrEnum):
     GANG_TIMEOUT = _fails("infra", "The gang was not complete within the limit.")
     STATE_LOST = _fails("infra", "The state of a role survives only in an older checkpoint.")
     USER_ERROR = _fails("user", "The workload raised an exception.")
-    # moves between levels of recovery
     BUDGET_PROCESS = _widens("The limit of process restarts in the window is used up.")
     BUDGET_NODE = _widens("The limit of node replacements in the window is used up.")
     SAME_ERROR = _widens("The same error came each time with no commit between; another try would fail as well.")
-    # failure
     NODE_SUSPECT = _fails("infra", "Several instances of one node died together, or a full check found it unfit.")
-    # moves between levels of recovery
     SCOPE_NARROW = _widens("Only a part of the graph was lost; only that part is recovered.")
     NO_NODE = _widens("No other node is available.")
     NODE_HEALTHY = _widens("The node passed its check; only processes died.")
-    # end
     COMPLETED = _info("end", "user", "All roles finished.", JobState.SUCCEEDED)
     STOPPED_BY_USER = _info("end", "user", "Stopped by its user.", JobState.CANCELLED)
     TIME_LIMIT = _info("end", "policy", "The time limit was reached.", JobState.FAILED)
     IDLE = _info("end", "policy", "Its ports were unused, and it did no work, for its idle limit.", JobState.CANCELLED)
     DEPENDENCY_FAILED = _info("end", "user", "A job that had to succeed before this one did not.", JobState.FAILED)
     INTERNAL = _info("end", "rota", "Internal error in Rota; see the service log.", JobState.FAILED)
-    # refusal
     INVALID = _info("refusal", "user", "The request is not valid.", JobState.FAILED)
     INFEASIBLE = _refuses("No set of nodes could ever hold the request.")
     UNKNOWN_QUEUE = _refuses("The queue does not exist.")

@@ -81,8 +81,6 @@ class Ring:
         """False when the words are not those of a ring."""
         return self._count > 0 and words_of(self._count) <= len(self.words)
 
-    # -- producers ----------------------------------------------------------------------------------------------------
-
     def begin(self) -> int | None:
         """An entry to write a record to, None when none is free."""
         words = self.words
@@ -151,8 +149,6 @@ class Ring:
         words[OPEN] -= 1
         return True
 
-    # -- consumers ----------------------------------------------------------------------------------------------------
-
     def take(self, n_max: int, into: list[RingRecord]) -> None:
         """Put the first records that no consumer has into a list, each before it is taken."""
         words = self.words
@@ -201,8 +197,6 @@ class Ring:
     def abandon_block(self, record: RingRecord) -> None:
         """The memory of this record is never written again, a forked process may view it; needs no lock."""
         self.words[self._at(record.entry) + _CAPACITY] = 0
-
-    # -- the dead -----------------------------------------------------------------------------------------------------
 
     def owners(self) -> set[str]:
         """The clients that write, have or view a record."""

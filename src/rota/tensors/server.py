@@ -144,8 +144,6 @@ class TensorServer:
             reply = {"ok": False, "error": "BAD_REQUEST", "text": f"{type(error).__name__}: {error}"}
         link.sendall(messages.pack(reply))
 
-    # -- get ----------------------------------------------------------------------------------------------------------
-
     def _send(self, link: socket.socket, plane: Plane, request: Fields) -> None:
         """The version that is asked for, or where to ask. Raises TensorError before a byte is sent, OSError."""
         name, resume = str(request["name"]), request.get("resume") or {}
@@ -235,8 +233,6 @@ class TensorServer:
             while len(self._sent) > _SENT_MAX:
                 self._sent.popitem(last=False)
             return receivers.route(to, failed)
-
-    # -- the other operations -----------------------------------------------------------------------------------------
 
     def _bring(self, plane: Plane, request: Fields) -> Fields:
         """Fetch a version in a thread of its own; ``coming`` while it is on its way, and the asker asks again."""

@@ -65,9 +65,6 @@ _REMOTE: Final = {
 }  # fmt: skip
 
 
-# -- the tensor server of this machine --------------------------------------------------------------------------------
-
-
 def record_of(plane: Plane) -> Path:
     """The file in which the tensor server of a registry on this machine writes who and where it is."""
     return plane.folder.parent / "store.json"
@@ -155,9 +152,6 @@ def _start(plane: Plane, known: Directory) -> str:
         blocking_sleep(_POLL_S)
     child.wait()  # it is a grandchild
     return store
-
-
-# -- asking another one -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -286,9 +280,6 @@ def _accepted(store: str, reply: Fields) -> Fields:
         return reply
     kind = _REMOTE.get(str(reply.get("error")), errors.TensorError)
     raise kind(f"{reply.get('text')} (at the tensor server {store})")
-
-
-# -- pull -------------------------------------------------------------------------------------------------------------
 
 
 def pull(

@@ -124,8 +124,6 @@ class SimEngine:
         self._watchers: dict[JobId, list[asyncio.Queue[RuntimeEvent]]] = defaultdict(list)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # -- reservations -----------------------------------------------------------------------------------------------
-
     async def reserve(
         self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
     ) -> Reservation:
@@ -168,8 +166,6 @@ class SimEngine:
         for bundle in (*held, *bundles):
             used[bundle.node] += bundle.res.cpus
         return all(cpus <= self.capacity.get(node, 0.0) + 1e-9 for node, cpus in used.items())
-
-    # -- processes --------------------------------------------------------------------------------------------------
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
         """Start a process or find the one of that name; the start continues when the caller gives up."""
@@ -289,8 +285,6 @@ class SimEngine:
         for queue in self._watchers[job]:
             queue.put_nowait(event)
 
-    # -- calls ------------------------------------------------------------------------------------------------------
-
     async def call(self, to: Handle, call: Call) -> Any:
         """Call a method of a process, or of a service such as a master. Raises as the protocol says."""
         try:
@@ -342,8 +336,6 @@ class SimEngine:
         process.gone.set()
         for task in list(process.tasks):
             task.cancel()
-
-    # -- watching ---------------------------------------------------------------------------------------------------
 
     def found(self, job: JobId) -> Found:
         """Everything of a job that is alive now."""

@@ -436,8 +436,6 @@ class ShmGroup(dist.ProcessGroup):
         _by_gloo, ("alltoall", "gather", "scatter", "reduce", "send", "recv", "recv_anysource")
     )
 
-    # -- algorithms on flat tensors -----------------------------------------------------------------------------------
-
     def _all_reduce(self, flat: torch.Tensor, op: str) -> None:
         if self._size > 2 and flat.nbytes > _DIRECT_MAX and flat.numel() % self._size == 0:
             parts = self._parts(flat)
@@ -505,8 +503,6 @@ class ShmGroup(dist.ProcessGroup):
                 outputs[peer][begin:end].copy_(slots[peer][me * room : me * room + end - begin])
 
         self._run("all_to_all", parts[0], len(spans), _dealt(parts, spans, others, room), take)
-
-    # -- around them --------------------------------------------------------------------------------------------------
 
     @property
     def _others(self) -> list[int]:

@@ -206,9 +206,6 @@ def _gang_shortfall(empty: State, shape: Shape) -> Shortfall:
     )
 
 
-# -- relaxations --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """A changed request: what changed (``change``, one sentence in ``text``) and the shape that results."""
@@ -338,9 +335,6 @@ def _unbound(shape: Shape, fits: Callable[[Shape], bool]) -> Iterator[Variant]:
                     text=f"without {word} ({rule[-1]}) of {' and '.join(roles)}",
                     shape=free,
                 )
-
-
-# -- wait reasons --
 
 
 HEALTHS = tuple(str(health) for health in Health)

@@ -138,9 +138,6 @@ def _node_cell(node: Node) -> CellSpec:
     return CellSpec(kind="node", address=node.id, children=devices, is_node=True)
 
 
-# -- queues --
-
-
 Vector = NDArray[np.int64]
 UNLIMITED = np.int64(2**62)
 GPU, CPU, MEM = 0, 1, 2

@@ -543,8 +543,6 @@ class _Pass:
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
         return waits_for_preemption(self.state, stopping, nodes)
 
-    # -- gates -------------------------------------------------------------------------------------------------------
-
     def _gates(self, row: LiveJob) -> Wait | None:
         wait = self._gate_time(row) or self._gate_queue(row) or self._gate_order(row)
         return wait or gate_growth(self.state, self.txn, self.profile, row, self.now)

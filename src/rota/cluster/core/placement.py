@@ -135,9 +135,6 @@ def _search(
     return found
 
 
-# -- equal slots without constraints --
-
-
 def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
     """Per node, how many such slots of whole devices fit now."""
     free = state.free if slot.type is None else state.free[:, state.type_rows(slot.type)]
@@ -200,9 +197,6 @@ def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, .
                 yield tuple(sockets[socket][: slot.gpus])
         if len(sockets) > 1:
             yield tuple(first + i for i in free[: slot.gpus])
-
-
-# -- any slots, with constraints --
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,9 +163,6 @@ def _cheapest(
     return known
 
 
-# -- room by stopping and moving --
-
-
 def make_room(
     state: State,
     txn: Txn,
@@ -303,9 +300,6 @@ def _is_free(state: State, held: Sequence[Allocation]) -> bool:
     )
 
 
-# -- reservations --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackfillReservation:
     """From ``at`` on these slots are kept for a job that could not start when its turn came."""
@@ -431,9 +425,6 @@ class _NodeRoom:
         room = min(room, self._cpu // slot.cpu_milli) if slot.cpu_milli else room
         room = min(room, self._mem // slot.mem) if slot.mem else room
         return max(room, 0) if self._able else 0
-
-
-# -- tentative --
 
 
 class TentativeAllocations:

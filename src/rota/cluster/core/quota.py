@@ -18,9 +18,6 @@ Amounts = Mapping[str, Fraction]
 Numbers = Mapping[str, Fraction | int]
 
 
-# -- borrowing (Kueue) --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedShare:
     """How much a queue borrows: part of what the cohort can lend of its dominant resource, over its weight.
@@ -48,9 +45,6 @@ def borrowing_share(nominal: Numbers, lendable: Numbers, used: Numbers, weight: 
         return BorrowedShare(resource=resource, share=math.inf, share_permille=2**63 - 1, borrowing=True)
     share = parts[resource] / Fraction(weight)
     return BorrowedShare(resource=resource, share=share, share_permille=math.ceil(1000 * share), borrowing=True)
-
-
-# -- fair share by guarantee, priority, weight (KAI) --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +119,6 @@ def _remainders(
         shares[name] += given
         left -= given
     return left
-
-
-# -- reclaim --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +267,6 @@ def _leaves(node: _Node) -> Iterable[_Node]:
         yield node
     for child in node.children:
         yield from _leaves(child)
-
-
-# -- rules --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,8 +200,6 @@ class State:
         self.users: dict[str, dict[str, int]] = {}
         self.used = np.zeros((len(self.queues.rows), len(self.queues.dims)), dtype=np.int64)
 
-    # -- transactions ------------------------------------------------------------------------------------------------
-
     def txn(self) -> _StateScope:
         """A scope in which the state may change; undone at its end unless ``keep`` was called. Scopes nest."""
         return _StateScope(self)
@@ -240,8 +238,6 @@ class State:
 
     def _tenant(self, node: Node) -> int:
         return self.queues.row.get(dict(node.labels).get(TENANT_LABEL, ""), -1)
-
-    # -- nodes -------------------------------------------------------------------------------------------------------
 
     def type_rows(self, asked: str | None) -> list[int]:
         """The rows of ``types`` that serve a slot of this type; one that no device has gives none."""
@@ -287,8 +283,6 @@ class State:
         """Device rows of device indices on a node, in that order; indices that the node lacks are left out."""
         rows = {int(self.dev_index[d]): d for d in range(int(self.dev0[node]), int(self.dev0[node + 1]))}
         return tuple(rows[i] for i in indices if i in rows)
-
-    # -- jobs --------------------------------------------------------------------------------------------------------
 
     def put(self, txn: Txn, row: LiveJob) -> None:
         """Set the row of a job, and keep the lines of waiting jobs in step; what it holds must not change by this."""

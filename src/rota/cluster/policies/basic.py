@@ -91,9 +91,6 @@ def fifo() -> Profile:
     )
 
 
-# -- random placement --
-
-
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Each number spread over all 64 bits, as it is on every machine. Source: SplitMix64 (Steele et al., OOPSLA'14)."""
     z = numbers * np.uint64(0x9E3779B97F4A7C15)
@@ -128,9 +125,6 @@ def random() -> Profile:
     return Profile(
         name="random", order=ByArrival(), division=LimitsOnly(), placer=RandomFit(), block="queue", starve_s=STARVE_S
     )
-
-
-# -- static partitions --
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +182,6 @@ def pool_spread() -> Profile:
 def _pool(name: str, manner: Manner) -> Profile:
     placer = Fit(manner, close=False)
     return Profile(name=name, order=ByArrival(), division=OwnDevices(), placer=placer, block="queue")
-
-
-# -- by service, by remaining time --
 
 
 ROUND_S = 300.0

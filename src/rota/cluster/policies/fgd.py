@@ -18,9 +18,6 @@ from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.basic import STARVE_S, ByArrival, LimitsOnly
 
-# -- expected fragmentation --
-
-
 WHOLE = 1000
 MIX_SHARE = 0.95
 """The mix are the commonest shapes that make up this part of the tasks."""
@@ -171,9 +168,6 @@ class Gradient:
                 better = rise < best[able]
                 best[able[better]], device[able[better]] = rise[better], g
         return best, device
-
-
-# -- choice of a node --
 
 
 Draw = Callable[[int], int]

@@ -213,9 +213,6 @@ def _distance(state: State, held: Sequence[Allocation]) -> int:
     return LEVELS.index(state.level_of(held))
 
 
-# -- shared and lent devices --
-
-
 def _lent(row: LiveJob) -> Allocations:
     """What a job holds above what it asked for; its own slots come first."""
     return row.held[len(row.ask.shape.slots) :]
@@ -379,9 +376,6 @@ def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
 def gandiva_pack() -> Profile:
     """The same, with two jobs on the same devices while both together gain by it."""
     return gandiva(pack_gain=PACK_GAIN)
-
-
-# -- measures --
 
 
 def kinship(sizes: Collection[int], gpus: int) -> int:

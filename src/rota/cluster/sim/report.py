@@ -311,9 +311,6 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base
 
 
-# -- plots --
-
-
 class Sample(NamedTuple):
     """What held from ``at`` on for ``seconds``; ``share_gap`` as the summary has it, 0 while no job waits."""
 

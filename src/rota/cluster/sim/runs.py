@@ -50,8 +50,6 @@ from rota.spec.queue import Queue
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Device, Node, Res
 
-# -- traces --
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimInput:
@@ -325,9 +323,6 @@ def compared(
     return found
 
 
-# -- filled cluster --
-
-
 DEMANDS = tuple(range(50, 135, 5))
 """Asked parts of all devices, in percent, at which the given part is noted."""
 NODE_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
@@ -418,9 +413,6 @@ def _task(place: str, row: dict[str, str], models: dict[str, int]) -> tuple[Task
     types = tuple(sorted(models.get(name, -1) for name in (row.get("gpu_spec") or "").split("|") if name))
     kind = TaskShape(_whole(place, row, "cpu_milli"), count, _whole(place, row, "gpu_milli") if count else 0, types)
     return kind, _whole(place, row, "memory_mib")
-
-
-# -- recorded log --
 
 
 SHOWN_MAX = 100

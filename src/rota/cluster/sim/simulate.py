@@ -225,8 +225,6 @@ class Simulation:
         rows = [self.state.queues.row.get(queue, -1) for queue in self.state.waiting]
         return float(shares.max() - shares[rows].min())
 
-    # -- what happens ------------------------------------------------------------------------------------------------
-
     def _happen(self, kind: int, name: str, attempt: int, extra: object) -> bool:
         """Take one event; False if it concerns an attempt of a job that is over."""
         if kind == ARRIVE:
@@ -354,8 +352,6 @@ class Simulation:
                     self._release(ask.id)
                 elif ask.id in self.state.jobs:
                     self._give_part(ask.id)
-
-    # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         for job, rate in self.measured.items():

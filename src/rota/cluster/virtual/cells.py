@@ -163,9 +163,6 @@ def _below(cells: Cells, row: int) -> list[int]:
     return sorted(found)
 
 
-# -- buddy allocation --
-
-
 FREE = -2
 OPPORTUNISTIC = -1
 NONE = -1
@@ -217,8 +214,6 @@ class BuddyCells:
         """Chain and level of a physical cell."""
         return (self.v.chain[cell], self.level[cell])
 
-    # -- safety ------------------------------------------------------------------------------------------------------
-
     def wanted(self, key: Key) -> int:
         """Cells of this chain and level that tenants own and have not bound."""
         return sum(n for (_, chain, level), n in self.quota_left.items() if (chain, level) == key)
@@ -238,8 +233,6 @@ class BuddyCells:
             found[level] = len(self.free[chain, level]) - self.wanted((chain, level)) + above
             above = found[level] * self.v.children_at[chain, level]
         return found
-
-    # -- binding -----------------------------------------------------------------------------------------------------
 
     def bind_leaf(self, txn: Txn, cell: int, vcell: int) -> None:
         """Bind a device to a virtual device, with every cell around them that is not bound yet."""
@@ -287,8 +280,6 @@ class BuddyCells:
     def _count_quota(self, txn: Txn, vcell: int, change: int) -> None:
         key = (self.v.tenant[vcell], self.v.vchain[vcell], self.vlevel[vcell])
         txn.put(self.quota_left, key, self.quota_left[key] + change)
-
-    # -- free lists --------------------------------------------------------------------------------------------------
 
     def _take(self, txn: Txn, cell: int) -> None:
         """Take a cell out of the free lists, splitting what is around it; its inside counts as gone."""
@@ -339,8 +330,6 @@ class BuddyCells:
             if above == NONE or self.split[above]:
                 return True
             cell = above
-
-    # -- health ------------------------------------------------------------------------------------------------------
 
     def set_health(self, txn: Txn, leaf: int, healthy: bool) -> None:
         """Change the fitness of a device; a cell is bad while anything in it is."""
@@ -406,8 +395,6 @@ class BuddyCells:
             for row in v.virtual.roots
             if v.tenant[row] == tenant and not v.pin[row] and (v.vchain[row], self.vlevel[row]) == key
         ]
-
-    # -- use ---------------------------------------------------------------------------------------------------------
 
     def occupy(self, txn: Txn, leaf: int, vleaf: int, prio: int) -> None:
         """Give a free device to a job: for a virtual device (guaranteed), or for none (opportunistic)."""

@@ -86,8 +86,6 @@ class HivedCluster:
     def __post_init__(self) -> None:
         self.buddy = BuddyCells(self.cells)
 
-    # -- finding a placement -----------------------------------------------------------------------------------------
-
     def check(self, ask: GangAsk) -> None:
         """Raise BadInput for a tenant, pinned cell, priority or type of device that the gang may not ask."""
         tenant = next((t for t in self.cells.tenants if t.name == ask.tenant), None)
@@ -231,8 +229,6 @@ class HivedCluster:
             preemptors=tuple(name for name in waiting if name != mine),
         )
 
-    # -- changing state ----------------------------------------------------------------------------------------------
-
     def allocate(self, txn: Txn, plan: GangPlan) -> None:
         """The gang runs on its leaves, which must be free or reserved by it; preemptors in its way are cancelled."""
         name = plan.ask.name
@@ -306,8 +302,6 @@ class HivedCluster:
 
     def _set_state(self, txn: Txn, name: str, state: PlacedGangState) -> None:
         txn.put(self.gangs, name, replace(self.gangs[name], state=state))
-
-    # -- taking running gangs over -----------------------------------------------------------------------------------
 
     def adopt(
         self, txn: Txn, ask: GangAsk, leaves: Sequence[Sequence[int]], owned_levels: Sequence[Sequence[int]]

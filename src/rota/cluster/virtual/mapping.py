@@ -191,9 +191,6 @@ def _serve(buddy: BuddyCells, vertex: _Vertex, cell: int, allowed: Usable, found
     return _map(buddy, vertex.below, buddy.v.physical.children[cell], allowed, found) is not None
 
 
-# -- node packing --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Cells as one placement sees them: a tenant's virtual cells of a chain, or the physical ones.

@@ -55,7 +55,7 @@ def replace(value: T, /, **changes: object) -> T:
     Raises TypeError for an unknown field.
     """
     if not isinstance(value, WithState):
-        return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+        return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType] - any dataclass
     if "state" in changes:
         raise TypeError(f"the state of a {type(value).__name__} is changed by transitions.moved")
     return changed(value, changes)
@@ -352,8 +352,6 @@ class JobContext:
     ending: Ending | None = None
     end_reason: Reason | None = None
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     @property
     def failover(self) -> Failover | None:
         """The open recovery."""
@@ -431,8 +429,6 @@ class JobContext:
     def with_instances(self, changed: Iterable[InstanceRecord]) -> JobContext:
         """The same context with some instance records replaced."""
         return replace(self, instances={**self.instances, **{one.id: one for one in changed}})
-
-    # -- snapshot -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> JsonObject:
         """A snapshot as plain values: replaying the records after ``seq`` onto it gives the live context."""

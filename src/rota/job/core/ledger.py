@@ -127,8 +127,6 @@ class Ledger:
     _pending: list[int] = field(default_factory=list[int])
     _versions: dict[int, dict[int, None]] = field(default_factory=dict[int, dict[int, None]])
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def count(self, place: ItemState) -> int:
         """Open items at one place."""
         return len(self._places[place])
@@ -179,8 +177,6 @@ class Ledger:
         assert len(self._numbers) == self.open and all(
             number == item.number == self._numbers[item.uid] for number, item in self._open.items()
         )
-
-    # -- admission and production -------------------------------------------------------------------------------------
 
     def admit(self, uid: Uid) -> Item:
         """Take in a new item. The oldest queued one goes for it when the stream is full and ``full: drop_oldest``.
@@ -256,8 +252,6 @@ class Ledger:
             self._end(item, reason)
         return item is not None
 
-    # -- batches ------------------------------------------------------------------------------------------------------
-
     def refresh(self, version: int) -> tuple[Uid, ...]:
         """A new model ``version``: what has become too old goes or waits again. Their uids: work on them is in vain."""
         bound = self.spec.stale
@@ -298,8 +292,6 @@ class Ledger:
             self._move(item, ItemState.LEASED)
             self.age_max = max(self.age_max, version - (item.version or 0))
         return tuple(leased)
-
-    # -- commits ------------------------------------------------------------------------------------------------------
 
     def leased(self) -> tuple[int, ...]:
         """The numbers of the leased items; with a ``cut`` of the same moment, what its commit trains."""
@@ -347,8 +339,6 @@ class Ledger:
         made._renumber()
         assert made.admitted == cut["admitted"], f"{spec.name}: a cut that does not add up: {cut}"
         return made
-
-    # -- the only places where an item changes ------------------------------------------------------------------------
 
     def _move(self, item: Item, to: ItemState) -> None:
         before = self._open.get(item.number)

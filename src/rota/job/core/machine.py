@@ -346,8 +346,6 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 
 
-# -- The table: which event changes a job, in which states, and how --------------------------------------------------
-
 _J = JobState
 WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
 """The job holds nothing."""

@@ -135,9 +135,6 @@ def has_place(ctx: JobContext, one: InstanceRecord) -> bool:
     return one.id in ctx.bound and any(gang.id == ctx.bound[one.id][0] for gang in ctx.gangs)
 
 
-# -- what is in the log about it --------------------------------------------------------------------------------------
-
-
 def ask_emits(ctx: JobContext) -> Iterator[Emit]:
     """Asks that the scheduler does not know yet, and those that it shall forget."""
     assert ctx.spec is not None
@@ -280,9 +277,6 @@ def resized_spec(spec: JobSpec, event: ScaleAsked) -> JobSpec:
     )
 
 
-# -- members that come and go one by one ------------------------------------------------------------------------------
-
-
 def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
     """Fill the role to its size; the rest is on standby up to its number, and surplus members leave."""
     want, standby = wanted_size(ctx, role), role.spares
@@ -330,9 +324,6 @@ def without(ctx: JobContext, gang: GangId) -> JobContext | None:
         going += [one for one in ctx.of_role(name) if one.id in ask.everybody and not (is_world(role) and one.active)]
     ctx = _with_ask(ctx, gang, AskState.GRANTED, back=True)
     return ctx.with_instances([leaving(one, one.epoch) for one in going if not one.retired])
-
-
-# -- worlds -----------------------------------------------------------------------------------------------------------
 
 
 def _trimmed(ctx: JobContext, role: RoleSpec) -> JobContext:
@@ -417,9 +408,6 @@ def next_scope(ctx: JobContext, members: Iterable[InstanceId]) -> tuple[tuple[Ro
     """The scope of a recovery of these members, under the next epoch."""
     epoch = Epoch(ctx.epoch_max + 1)
     return tuple((one.role, one.rank, epoch) for one in members)
-
-
-# -- asks -------------------------------------------------------------------------------------------------------------
 
 
 def _asked(ctx: JobContext, role: RoleSpec) -> JobContext:

@@ -161,9 +161,6 @@ def kept_weights(ctx: JobContext) -> Iterator[Saving]:
             yield Saving(owner=edge.name, process=writer[0], started_epoch=writer[1], n=published)
 
 
-# -- copies on other machines -----------------------------------------------------------------------------------------
-
-
 def copied(ctx: JobContext) -> Iterator[InstanceId]:
     """Whose state also goes to another machine; with that of any role goes what the loop keeps."""
     roles = {role.name for role in ctx.roles if "peer" in role.fail.state}

@@ -270,8 +270,6 @@ class Flow:
         self.committed = n
         return n
 
-    # -- in the control thread ----------------------------------------------------------------------------------------
-
     async def in_control(self, work: Awaitable[T]) -> T:
         """Run a coroutine in the control thread, where streams and calls live.
 

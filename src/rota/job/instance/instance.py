@@ -150,8 +150,6 @@ class Instance:
             return ClassRunner(self._config, self._note_failure)
         return LoopRunner(self._config) if kind == "loop" else FunctionRunner(self._config)
 
-    # -- what the master asks -----------------------------------------------------------------------------------------
-
     async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int, **more: Any) -> Answer:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
         setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index, **more)
@@ -218,8 +216,6 @@ class Instance:
         """Give everything back within ``grace_s``; the launcher ends the process after that."""
         await self._control.run(self._stop(grace_s))
 
-    # -- what other instances ask -------------------------------------------------------------------------------------
-
     async def call(self, head: list[object], /, *args: object, **kwargs: object) -> object:
         """Run one operation, sent as a ``Request``; its value or a ``Refusal``."""
         return await self._user.run(self._call(Request.of_call(head, args, kwargs)))
@@ -273,8 +269,6 @@ class Instance:
         if refusal:
             return Refusal(kind="stale", text=refusal)
         return await self._runner.call(request)
-
-    # -- in the control thread ----------------------------------------------------------------------------------------
 
     async def _assemble(self, setup: Setup) -> Answer:
         if setup.epoch < self._epoch or (self._setup and setup.epoch < self._setup[0]):
@@ -386,8 +380,6 @@ class Instance:
         if loop_epoch < newest:
             return f"loop epoch {loop_epoch} is fenced by {newest}"
         return ""
-
-    # -- failures and beats -------------------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException, epoch: Epoch) -> Answer:
         failure = failure_of(error, self._config.id, epoch)

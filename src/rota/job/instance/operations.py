@@ -212,8 +212,6 @@ class ClassRunner:
         self._meeting: ProcessGroup | None = None
         self._formed: _Formed | None = None
 
-    # -- life ---------------------------------------------------------------------------------------------------------
-
     async def form(self, setup: Setup) -> None:
         """Make the object, restore its state, set it up."""
         config = self._config
@@ -266,8 +264,6 @@ class ClassRunner:
     async def stop(self, grace_s: float) -> None:
         """Leave the group; the process ends after this."""
         self._leave()
-
-    # -- calls, in the user thread ------------------------------------------------------------------------------------
 
     async def call(self, request: Request) -> object:
         """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
@@ -396,8 +392,6 @@ class ClassRunner:
             return await _value(function(*args))
 
         return await self._config.user.run(call())
-
-    # -- commit -------------------------------------------------------------------------------------------------------
 
     async def save(self, n: int, edges: tuple[str, ...], folder: str) -> Answer:
         """Put the state of commit ``n`` into shared memory, and into ``folder`` if given; publish ``edges``."""

@@ -161,8 +161,6 @@ class Pump:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
 
-    # -- what the loop asks -------------------------------------------------------------------------------------------
-
     async def next_batch(self, size: int, order: Order) -> Batch | None:
         """The next ``size`` items; fewer at the end of the source, None behind it.
 
@@ -254,8 +252,6 @@ class Pump:
             [version - (item.version or 0) for item in items],
         )
 
-    # -- commits ------------------------------------------------------------------------------------------------------
-
     def committed(self, numbers: Iterable[int]) -> None:
         """The commit whose cut had items ``numbers`` leased is durable; the version has moved on."""
         for uid in self.ledger.committed(numbers):
@@ -289,8 +285,6 @@ class Pump:
                 self._held[uid] = _Held(raw=value, value=value)
                 if not self.path.stops:
                     self.ledger.queue(uid, version)
-
-    # -- driving ------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Let everybody who waits look again."""

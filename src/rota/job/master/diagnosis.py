@@ -166,8 +166,6 @@ class DiagnosisManager:
             found |= stragglers({str(one.id): Pace(steps=one.steps, step_s=one.step_s) for one in beats if one})
         return found
 
-    # -- the wait-for graph -------------------------------------------------------------------------------------------
-
     def graph(self, ctx: JobContext, absent: Absent | None = None) -> WaitGraph:
         """Who waits for whom now. Works on the last beats; a beat of another epoch says nothing."""
         if ctx.spec is None:
@@ -281,8 +279,6 @@ class DiagnosisManager:
             excuse=excuse or "",
             doing=doing or "",
         )
-
-    # -- what is overdue ----------------------------------------------------------------------------------------------
 
     def overdue(self, ctx: JobContext, absent: Absent | None = None) -> list[JobEvent]:
         """Events of silences that are too long now, each once an epoch: only those are accused who hold up the rest."""

@@ -179,8 +179,6 @@ class JobMaster:
         self._loaded = asyncio.Event()
         self._saved_s = 0.0
 
-    # -- main path ----------------------------------------------------------------------------------------------------
-
     async def run(self) -> JobContext:
         """Be the master until the job has ended. Raises Fenced when another master has taken over."""
         try:
@@ -248,8 +246,6 @@ class JobMaster:
             )
         return None
 
-    # -- the log ------------------------------------------------------------------------------------------------------
-
     async def _keep_context(self) -> None:
         """Keep it every ``KEEP_EVERY`` records; when the store does not take it, the records are still there."""
         if self.ctx.seq - self._kept_seq < KEEP_EVERY or self.ctx.state.terminal:
@@ -308,8 +304,6 @@ class JobMaster:
         if self.ctx.master_epoch > self.epoch:
             raise Fenced(f"master {self.ctx.master_epoch} of {self._job} has taken over from {self.epoch}")
 
-    # -- what is alive ------------------------------------------------------------------------------------------------
-
     async def _reattach(self) -> None:
         place = replace(self._place(self.ctx.workdir), owner=self.ctx.owner)
         self._executor = Executor(self._launcher, self._clock, place, self.report, lambda: self._watch.coming(self.ctx))
@@ -350,8 +344,6 @@ class JobMaster:
         """Put an event into the inbox: it is appended and stepped in its turn."""
         self._inbox.add(AppendRequest(event))
 
-    # -- the table of peers -------------------------------------------------------------------------------------------
-
     def _push_table(self) -> None:
         """Send it to every ready instance that calls others; the rest get it with their next heartbeat."""
         table = table_of(self.ctx)
@@ -372,8 +364,6 @@ class JobMaster:
         if one is None or self._executor is None or one.process is None or not one.process.pid:
             raise ProcessGone(f"{role}/{rank} has no process")
         return await self._launcher.call(self._executor.handle(one.id, one.process.epoch), call)
-
-    # -- what instances ask -------------------------------------------------------------------------------------------
 
     async def beat(self, raw: JsonObject) -> JsonObject:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
@@ -495,8 +485,6 @@ class JobMaster:
     def last_events(self) -> list[str]:
         """The last events, for the report of an internal failure."""
         return [f"{record.seq} {record.event}" for record in self._story]
-
-    # -- owned tasks --------------------------------------------------------------------------------------------------
 
     def _own(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

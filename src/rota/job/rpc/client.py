@@ -294,8 +294,6 @@ class RpcClient:
         """Return at the next change of the table, or of who is free."""
         await self._changed.wait()
 
-    # -- one member ---------------------------------------------------------------------------------------------------
-
     async def _member_call(self, role: RoleSpec, rank: int, sending: _Sending) -> object:
         """From any loop: send at once if the member is ready; all else is for the home loop."""
         peer = self._ready_now(lambda: self._member(role, rank), sending)
@@ -472,8 +470,6 @@ class RpcClient:
             cause=cause,
             since_s=round(waited_s, 3),
         )
-
-    # -- who can take a call ------------------------------------------------------------------------------------------
 
     def _usable(self, peer: Peer) -> bool:
         return peer.ready and (peer.id, peer.epoch) not in self._down

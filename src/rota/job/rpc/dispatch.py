@@ -126,9 +126,6 @@ def of_items(results: list[object], rule: Receive) -> object:
             return results
 
 
-# -- nested values ----------------------------------------------------------------------------------------------------
-
-
 def _is_leaf_batch(value: object) -> bool:
     return isinstance(value, list | np.ndarray | Ref) or is_torch(value)
 

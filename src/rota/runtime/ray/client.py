@@ -252,8 +252,6 @@ class GatewayClient:
             self._keeper = asyncio.get_running_loop().create_task(self._keep(), name="gateway-keeper")
             self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="gateway-watcher")
 
-    # -- what can be asked ----------------------------------------------------------------------------------------
-
     async def ping(self, *, timeout_s: float = 5.0) -> PingDocument:
         """Proof of life: the gateway's pid and the engine it is attached to."""
         return await self._ask("ping", {}, timeout_s=timeout_s)
@@ -440,8 +438,6 @@ class GatewayClient:
             await asyncio.to_thread(stop_gateway_of, self._home)
             if self._child is not None:
                 self._child.poll()
-
-    # -- keeping the gateway alive ------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
         pauses = backoff(*_BACKOFF_S)

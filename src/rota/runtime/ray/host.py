@@ -162,7 +162,7 @@ class Host:
         if self._server is not None or self._target is None or self._boot.restarts:
             return
         name = f"{self._boot.namespace}/{self._boot.name}"
-        self._server = CallServer(self._called, fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
+        self._server = CallServer(self._called, fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage] - public
         try:
             self._server.open(name)
         except OSError as error:

@@ -123,7 +123,7 @@ class RayLauncher:
         self._here = os.environ.get(NODE_ADDRESS, "")
         self._watching = watches
         self._actors = dict[str, Any]()
-        self._sockets = CallClient(fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
+        self._sockets = CallClient(fallback=cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage] - public
         self._groups = RayGroups(namespace)
         self._deaths = DeathWatch(self.wait_end)
         self._threads = ThreadPoolExecutor(_BLOCKING_THREADS_MAX, thread_name_prefix="ray-launcher")
@@ -132,8 +132,6 @@ class RayLauncher:
     def here() -> RayLauncher:
         """The launcher inside an instance or master, in the namespace of its host. Raises KeyError elsewhere."""
         return RayLauncher(os.environ[NAMESPACE_VARIABLE], key=own_key())
-
-    # -- reservations -------------------------------------------------------------------------------------------------
 
     async def reserve(
         self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
@@ -148,8 +146,6 @@ class RayLauncher:
     async def release(self, reservation: Reservation) -> None:
         """See Launcher. Processes still in it are ended by Ray."""
         await self._blocking(lambda: self._groups.release(reservation.name))
-
-    # -- processes ----------------------------------------------------------------------------------------------------
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
         """See Launcher."""
@@ -350,8 +346,6 @@ class RayLauncher:
             await asyncio.sleep(_POLL_S)
         raise TimeoutError(f"{name} still has its name {_GONE_S:g} s after it was killed")
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     async def call(self, to: Handle, call: Call) -> Any:
         """See Launcher. Calls of users go over a socket; those of control and to masters through the engine.
 
@@ -438,8 +432,6 @@ class RayLauncher:
                 raise ProcessGone(f"{name} was not found on the engine: it ended, or never started", started=False)
             self._actors[name] = actor
         return self._actors[name]
-
-    # -- deaths -------------------------------------------------------------------------------------------------------
 
     def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
         """See Launcher."""

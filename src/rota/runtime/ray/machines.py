@@ -203,7 +203,7 @@ async def ask_machine(row: RayNode, *, home: str, installation: str) -> JsonObje
     try:
         return await ask_node(row["NodeID"], _INVENTORY_S, _inventory_of, name, pin, cpus, labels, place)
     except (TimeoutError, RayError) as error:
-        print(f"{pin} does not say what it has: {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{pin} does not say what it has: {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log
         return {}
 
 

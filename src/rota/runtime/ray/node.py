@@ -20,8 +20,8 @@ from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import (  # Ray's annotations of its extension leave these out
-    DASHBOARD_AGENT_LISTEN_PORT_NAME,  # pyright: ignore[reportAttributeAccessIssue]
-    persist_port,  # pyright: ignore[reportAttributeAccessIssue]
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,  # pyright: ignore[reportAttributeAccessIssue] - as above
+    persist_port,  # pyright: ignore[reportAttributeAccessIssue] - as above
 )
 
 from rota.runtime import process

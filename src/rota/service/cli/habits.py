@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 HABITS: dict[str, str] = {
-    # other words for our verbs
     "submit": "rota run FILE, or rota run -- COMMAND",
     "launch": "rota run FILE, or rota run -- COMMAND",
     "start": "rota run FILE for a job, rota up for the service",
@@ -53,7 +52,6 @@ HABITS: dict[str, str] = {
     "validate": "rota run FILE --check",
     "check": "rota run FILE --check",
     "debug": "rota failures JOB, rota why JOB",
-    # Slurm, PBS
     "sbatch": "rota run FILE.sh reads its #SBATCH lines",
     "srun": "rota run -- COMMAND, or rota run --shell for srun --pty",
     "salloc": "rota run --shell --gpus 1",
@@ -68,7 +66,6 @@ HABITS: dict[str, str] = {
     "qsub": "rota run FILE.sh",
     "qstat": "rota ps",
     "qdel": "rota stop JOB",
-    # Kubernetes, Docker, Ray, torchrun
     "kubectl": "rota ps, show, logs, exec and stop are its get, describe, logs, exec and delete",
     "docker": "rota run, ps, logs, exec and stop mean what they mean there",
     "slurm": "rota run FILE.sh, rota ps, rota stop JOB; see docs/how-to/from-sbatch.md",

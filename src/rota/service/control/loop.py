@@ -128,8 +128,6 @@ class ServiceLoop:
             self.unknown, self._due_at = "", 0.0
             self._wake.set()
 
-    # -- for app -------------------------------------------------------------------------------------------------
-
     async def append(
         self, events: list[Event], *, job: JobId | None = None, expected_seq: int | None = None
     ) -> tuple[Record, ...]:
@@ -157,8 +155,6 @@ class ServiceLoop:
         """Wait until the read side has taken in record ``number``."""
         async with self._moved:
             await self._moved.wait_for(lambda: self.installation.number >= number or self.stopping)
-
-    # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def replay(self) -> None:
         """Take in the whole log, before the first request."""
@@ -291,8 +287,6 @@ class ServiceLoop:
                 wrote = await self._append_if_current(history, ended) or wrote
         return wrote
 
-    # -- acting --------------------------------------------------------------------------------------------------------
-
     def _act(self, history: JobHistory) -> None:
         if history.state is JobState.SUBMITTED and history.stop is None:
             self._spawn(f"inspect/{history.id}", self._inspect(history))
@@ -407,8 +401,6 @@ class ServiceLoop:
             if one.node.health is Health.SUSPECT and one.marked_by == LOST_BY and not one.lost
             if one.marked_at <= until
         ]
-
-    # -- collecting ----------------------------------------------------------------------------------------------------
 
     async def _sweep_forever(self) -> None:
         while True:

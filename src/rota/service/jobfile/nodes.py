@@ -99,7 +99,7 @@ class MappingNode(dict["ScalarNode", "Node"]):
 
     def at(self, name: str) -> Node | None:
         """The value under a name, or None."""
-        return self.get(name)  # type: ignore[call-overload]
+        return self.get(name)  # type: ignore[call-overload] - the keys are nodes, equal to their text
 
     def put(self, key: ScalarNode, value: Node) -> None:
         """Set a value and the place of its key; a key that is there keeps its place in the order."""

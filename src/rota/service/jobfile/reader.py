@@ -77,7 +77,7 @@ def problems_of(spec: JobSpec) -> tuple[Problem, ...]:
 
 def value_problems(spec: JobSpec) -> tuple[Problem, ...]:
     """Values of a built spec that a job file may not have: ranges and forms are declared once, by the file's models."""
-    from rota.service.jobfile.models import job_text  # noqa: PLC0415
+    from rota.service.jobfile.models import job_text  # noqa: PLC0415 - pydantic, as below
 
     try:
         read_job(job_text(spec), filename="job")
@@ -93,7 +93,7 @@ class _Reader:
     """
 
     def __init__(self, text: str | bytes, filename: str, sets: Sequence[str]) -> None:
-        from rota.service.jobfile.models import JobPart  # noqa: PLC0415
+        from rota.service.jobfile.models import JobPart  # noqa: PLC0415 - as below
         from rota.service.jobfile.validation import read_again, read_part  # noqa: PLC0415 - who only decodes a file needs no pydantic
 
         # 1 bytes to text, text to nodes with places
@@ -177,7 +177,7 @@ def _field_at(root: Node, path: Path) -> Path:
     here, found = root, list[str | int]()
     for part in path:
         if isinstance(here, MappingNode) and part in here:
-            here = here[part]  # type: ignore[index]
+            here = here[part]  # type: ignore[index] - as in MappingNode.at
         elif isinstance(here, SequenceNode) and isinstance(part, int):
             here = here[part]
         else:

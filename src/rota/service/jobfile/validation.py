@@ -45,7 +45,7 @@ _SIZE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def refused(message: str, *, hint: str = "", code: str = "BAD_TYPE") -> PydanticCustomError:
     """The error of a value: what is wrong, what to do, and the stable code."""
-    return PydanticCustomError(code, "{message}", {"message": message, "hint": hint})  # type: ignore[arg-type]
+    return PydanticCustomError(code, "{message}", {"message": message, "hint": hint})  # type: ignore[arg-type] - wants a literal
 
 
 def unexpected(expected: str, node: object, *, hint: str = "", code: str = "BAD_TYPE") -> PydanticCustomError:

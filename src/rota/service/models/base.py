@@ -132,7 +132,7 @@ def _writer(hint: Any) -> Writer:
 class Closed(TypedDict):
     """A document or a part of one that has these fields and no other."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
+    __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues] - how pydantic takes it
 
 
 class Headed(Closed):

@@ -461,7 +461,7 @@ class FileList(Headed):
 class EventRecord(TypedDict):
     """One event: these fields, and those of its kind for whoever may read the job."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues] - how pydantic takes it
 
     number: int
     job: str | None

@@ -246,9 +246,6 @@ def _document(
     }
 
 
-# -- joining ----------------------------------------------------------------------------------------------------------
-
-
 def _membership(
     settings: Settings,
     address: str,
@@ -366,9 +363,6 @@ def _wait_joined(files: MachineFiles, wanted: Membership) -> None:
     raise TimedOut(f"{wanted.host} is not a node after {JOIN_S:.0f} s: {seen['text']}", hint=last_line(files.log))
 
 
-# -- leaving ----------------------------------------------------------------------------------------------------------
-
-
 def _end(files: MachineFiles) -> tuple[list[str], list[int]]:
     """End agent, node and registry, and remove their files; what was ended, and processes that do not end."""
     run, ended, left = RunFolder(files.root), list[str](), list[process.ProcessId]()
@@ -397,9 +391,6 @@ def _end_memory(files: MachineFiles) -> list[str]:
     from rota.tensors.api.store import down as end_registry  # noqa: PLC0415 - with numpy, which only an end needs
 
     return ["registry"] if end_registry(files.home.root) else []
-
-
-# -- the agent --------------------------------------------------------------------------------------------------------
 
 
 class JoinAgent:

@@ -107,10 +107,10 @@ class HttpConnection(H11Protocol):
     @property
     def serves_known(self) -> bool:
         """True while it answers a request of a caller whose token or session was good."""
-        answers = self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+        answers = self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison] - None at first
         return answers and bool({"asker", "caller"} & self.cycle.scope.get("state", {}).keys())
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn declares it
         """Take it in, or refuse it."""
         super().connection_made(transport)
         if not self._shared.admit(self, self.client[0] if self.client else ""):
@@ -163,7 +163,7 @@ def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Co
 
     return uvicorn.Config(
         app,
-        http=connection,  # type: ignore[arg-type]
+        http=connection,  # type: ignore[arg-type] - any callable does
         log_level="warning",
         access_log=False,
         lifespan="off",

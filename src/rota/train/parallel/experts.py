@@ -142,7 +142,7 @@ class StackedExperts:
         """Outputs of all rows, each from the rank of its expert."""
         k, flat = index.shape[-1], index.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.module.num_experts)  # type: ignore[arg-type]
+        counts = flat.bincount(minlength=self.module.num_experts)  # type: ignore[arg-type] - of a module, so typed as one
         outs = visit(rows[order // k], counts, self.group, self._compute)
         outs = torch.empty_like(outs).index_copy(0, order, outs).unflatten(0, (-1, k))
         return (outs * weights[..., None].to(outs.dtype)).sum(1)

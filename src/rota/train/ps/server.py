@@ -90,8 +90,6 @@ class PsServer:
         self._lead_max = 0
         self._tcp: _Tcp | None = None
 
-    # -- what workers ask ---------------------------------------------------------------------------------------------
-
     def join(self, worker: int, epoch: int) -> int:
         """Take part from the clock that is returned. Raises Fenced for an epoch that was replaced."""
         with self._changed:
@@ -174,8 +172,6 @@ class PsServer:
                 tables={name: TableSize(rows=len(each), bytes=each.bytes) for name, each in self._tables.items()},
             )
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def snapshot(self) -> State:
         """All that a shard needs to continue from here: nested dicts of arrays and numbers."""
         with self._changed:
@@ -199,8 +195,6 @@ class PsServer:
                 self._dense.restore(kept["dense"])
             for name, table in self._tables.items():
                 table.restore(kept["tables"][name])
-
-    # -- decisions carried out ----------------------------------------------------------------------------------------
 
     def _handle(self, event: PsEvent) -> list[PsEffect]:
         effects = self._core.handle(event)
@@ -262,8 +256,6 @@ class PsServer:
             else:
                 self._quiet_since_s[worker] = self._clock.monotonic_s()
                 self._changed.notify_all()
-
-    # -- over TCP -----------------------------------------------------------------------------------------------------
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Take connections in threads of this process; the address ``host:port``."""

@@ -158,9 +158,6 @@ def _session(app: AppState, cookie: str, answer: Response, *, keep_s: float = SE
     return answer
 
 
-# -- the UI ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     """One file of the built UI; ``packed`` is empty where packing does not pay."""

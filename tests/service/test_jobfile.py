@@ -80,6 +80,7 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {run: hi, fail: {restart: never}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'never'; for never write 'limit: 0/10m, then: []'"),
         ("  a: {run: hi, fail: {restart: OnFailure}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'OnFailure'; did you mean 'process'?"),
         ("  a: {run: hi, mem: 1GiB}", "job.yaml:2:16: roles.a.mem: unknown field; did you mean 'resources.memory'?"),
+        ("  a: {run: hi}\nenv: {uv: [x]}", "job.yaml:3:11: env.uv: expected text, got a list; variables are text; 'packages:' installs packages"),
         ("  a: {run: hi, env: {packages: [x]}}", "job.yaml:2:32: roles.a.env.packages: expected text, got a list; variables are text; 'packages:' installs packages"),
         ("  a: {run: hi}\napiVersion: v1", "job.yaml:3:1: apiVersion: unknown field; a manifest of Kubernetes is read by kubectl; 'rota init --list' shows job files"),
         ("  a: {Run: hi}", "job.yaml:2:7: roles.a.Run: unknown field; did you mean 'run'?"),

@@ -10,7 +10,7 @@ from tests.makers import admitted, at, command, fail, ids, loop, mesh, replay, r
 from rota.job.core import machine
 from rota.job.core.context import JobContext, NotYet
 from rota.job.core.desired import next_emit, wanted
-from rota.job.core.machine import accepts_commit
+from rota.job.core.machine import accepts_commit, apply
 from rota.spec.commands import Assemble, RunInstance, StartInstance
 from rota.spec.events import (
     Committed,
@@ -20,12 +20,13 @@ from rota.spec.events import (
     JobChanged,
     JobEnded,
     JobRequeued,
+    JobSubmitted,
     MasterStarted,
     PreemptAsked,
     RolledBack,
     StopAsked,
 )
-from rota.spec.ids import Epoch, RoleName
+from rota.spec.ids import Epoch, JobId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
@@ -42,6 +43,11 @@ def test_a_job_starts_gang_first_then_processes_then_assembly_then_its_loop(driv
     assert sorted(one.id.split("/")[0] for one in driven.done[1:]) == [*["assemble"] * 5, *["start"] * 5]
     assert driven.ctx.state is JobState.RUNNING
     assert ids(wanted(driven.ctx)) == ["run/loop/0/1"]
+
+
+def test_a_job_starts_in_the_folder_that_was_found_at_submit_where_its_own_is_relative_to_the_file():
+    given = JobSubmitted(spec=replace(rl(), workdir="code"), workdir="/home/me/code")
+    assert apply(JobContext(job=JobId("j")), given).workdir == "/home/me/code"
 
 
 def test_mesh_members_assemble_only_when_all_of_them_have_a_process(driven):

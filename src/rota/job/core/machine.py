@@ -122,7 +122,8 @@ def apply(ctx: JobContext, event: Event) -> JobContext:
 
 
 def _submitted(ctx: JobContext, event: JobSubmitted) -> JobContext:
-    workdir = event.spec.workdir or event.workdir
+    # The event has the folder of the machine that took the job; that of the job file may be relative to the file.
+    workdir = event.workdir or event.spec.workdir or ""
     submitted = _with_spec(replace(ctx, workdir=workdir, owner=event.user), event.spec)
     return submitted if event.continues is None else survival.continued(submitted, event.continues)
 

@@ -466,7 +466,7 @@ def _part_of(value: object) -> object:
     return model.of(value) if model is not None else value
 
 
-_PACKAGES = ("requirements", "pip", "dependencies")
+_PACKAGES = ("requirements", "pip", "uv", "conda", "dependencies")
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (

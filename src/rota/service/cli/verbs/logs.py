@@ -44,7 +44,7 @@ def logs(
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Follow until the job ends.")] = False,
     since: Annotated[str, Parameter(help="Timestamp or age, e.g. 10m.")] = "",
     until: Annotated[str, Parameter(help="Timestamp or age.")] = "",
-    tail: Annotated[int | None, Parameter(help="Only the last N lines.")] = None,
+    tail: Annotated[int | None, Parameter(name=["-n", "--tail"], help="Only the last N lines.")] = None,
     grep: Annotated[str, Parameter(help="Only lines that hold this text.")] = "",
     stream: Annotated[str, Parameter(help="out or err.")] = "",
     attempt: Annotated[int | None, Parameter(help="Only of this attempt.")] = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ REDIS_URL = "ROTA_REDIS_URL"
 REDIS_SERVER = "ROTA_REDIS_SERVER"
 PRIVATE = (DB_URL, TOKEN)
 """What is the service's own; they may hold a password."""
+RAY_BREAKPOINT = "ray.util.rpdb.set_trace"
+"""What Ray sets ``PYTHONBREAKPOINT`` to in its workers."""
 SERVICE = "ROTA_SERVICE"
 """The home whose service started this process or one above it: so it is found when the records in the home are gone."""
 INSTALLATION = "ROTA_INSTALLATION"
@@ -63,9 +65,17 @@ def set_variables(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def snapshot() -> dict[str, str]:
-    """A copy of the environment without ``PRIVATE``, to be changed and given to a child that runs users' code."""
-    return {name: value for name, value in os.environ.items() if name not in PRIVATE}
+def snapshot(given: Container[str] = ()) -> dict[str, str]:
+    """A copy of the environment, to be changed and given to a child that runs users' code.
+
+    Without ``PRIVATE``, and without what the engine set for its own processes, unless the job has ``given`` it: a Ray
+    that users' code starts would take these settings for its own.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in PRIVATE and (name in given or not (name.startswith("RAY_") or value == RAY_BREAKPOINT))
+    }
 
 
 def forget_private() -> None:

@@ -42,7 +42,7 @@ from rota.job.rpc.client import Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
-from rota.runtime.environ import Home, snapshot
+from rota.runtime.environ import Home
 from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
@@ -187,7 +187,7 @@ class Instance:
     async def open_terminal(self, name: str, user: str, argv: list[str], term: str, size: tuple[int, int]) -> str:
         """Run a command as ``execute`` does, on a terminal; empty, or why it cannot be. See ``Terminals``."""
         argv, env = list(tenant.command(self._config, argv)), setup_environment(self._config, {"TERM": term})
-        start = self._terminals.start(name, user, argv, env or {**snapshot(), "TERM": term}, size, secrets.redact_bytes)
+        start = self._terminals.start(name, user, argv, env, size, secrets.redact_bytes)
         return await self._control.run(start)
 
     async def read_terminal(self, name: str, user: str, after: int, wait_s: float) -> TerminalRead | None:

@@ -181,7 +181,7 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
         committed=setup.restore,
         seed=config.spec.seed,
         devices=config.devices,
-        env=snapshot(),
+        env=snapshot(dict((*config.spec.env, *config.role.env))),
         output_dir=output,
         work_dir=work,
         checkpoint_dir=checkpoints,

@@ -449,9 +449,10 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
     return words
 
 
-def setup_environment(config: InstanceConfig, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str] | None:
-    """Variables of a command beside the ranks, with ``more``; None: those of this process."""
-    return tenant.environment({**tenant.variables(config), **more}, config, more) if config.spec.run_as else None
+def setup_environment(config: InstanceConfig, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Variables of a command beside the ranks, with ``more``."""
+    found = {**tenant.variables(config), **more}
+    return tenant.environment(found, config, more) if config.spec.run_as else found
 
 
 async def fetch_data(config: InstanceConfig) -> int | None:

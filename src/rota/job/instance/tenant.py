@@ -60,7 +60,8 @@ def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[
 
 def variables(config: InstanceConfig) -> dict[str, str]:
     """The variables of this process, with those of the job, which a process that starts tenants does not have."""
-    return {**snapshot(), **(own_variables(config) if config.spec.run_as else {})}
+    given = own_variables(config)
+    return {**snapshot(given), **(given if config.spec.run_as else {})}
 
 
 def own_variables(config: InstanceConfig) -> dict[str, str]:

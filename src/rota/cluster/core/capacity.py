@@ -189,6 +189,7 @@ class QueueTable:
         self.user_limited: list[bool] = [
             bool(row.any()) or divided for row, divided in zip(self.user_limit < UNLIMITED, self.by_user)
         ]
+        self.limits_users = {q.path for q, line in zip(self.rows, self.line) if any(self.user_limited[i] for i in line)}
         self.unlimited = not any(self.limited) and not any(self.user_limited)
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
         self.lendable: list[int] = self.guaranteed[self.leaf].sum(axis=0).tolist()

@@ -56,6 +56,9 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
     apply(state, event, now)
     if profile.prepare is not None:
         profile.prepare(state)
+    if not state.lines and profile.sharing is None:
+        state.memory.pass_ended(cut_short=False)
+        return []
     with state.txn() as txn:
         walk = _Pass(state, txn, profile, now)
         decisions = walk.run()
@@ -189,9 +192,7 @@ class _Pass:
         if self.sharing is not None and not self.state.lines:
             self._resize(self.sharing.lend(self.state, self.txn, self.profile.placer))
         # 5. wake up when time alone will change something, or to try more, until all were tried
-        self.state.memory.pass_ended(cut_short=self.cut_short)
-        if self.sets or not self.cut_short:
-            self.state.memory.forget_vain()
+        self.state.memory.pass_ended(cut_short=self.cut_short, stopped_some=self.sets > 0)
         if self.cut_short:
             self.wake.append(self.now)
         if (round_s := self.profile.round_s) and (self.shared or self._some_wait_beside_others()):

@@ -218,8 +218,11 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             if old is None or not old.held:
                 same = old is not None and old.ask.after == ask.after
                 likely_s, late_s = expected(state.taken, ask)
-                row = replace(old, ask=ask, wait=old.wait if same else None) if old else LiveJob(ask=ask)
-                state.put(txn, replace(row, likely_s=likely_s, late_s=late_s))
+                known = LiveJob(ask=ask, likely_s=likely_s, late_s=late_s)
+                if old is not None:
+                    wait = old.wait if same else None
+                    known = replace(old, ask=ask, wait=wait, likely_s=likely_s, late_s=late_s)
+                state.put(txn, known)
         case NodeChanged(node=node, health=health, devices=devices):
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:

@@ -301,8 +301,7 @@ Phase = Literal["queued", "running", "stopping", "paused"]
 """Whether a row is to be tried, holds what it asked for, is asked to give that back, or is not to be tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """What one slot holds: node row, device rows, thousandths if the device is shared, cores, memory."""
 
     node: int
@@ -411,13 +410,13 @@ class LineKey(NamedTuple):
     """The job of a part that it can do without: such parts wait for what they wait for, not for other jobs."""
 
 
-def line_key(row: LiveJob) -> LineKey:
-    """The line in which a job waits."""
+def line_key(row: LiveJob, user: str | None = None) -> LineKey:
+    """The line in which a job waits, as a job of that ``user`` if one is named."""
     ask = row.ask
     return LineKey(
         ask.queue,
         ask.priority,
-        ask.user,
+        ask.user if user is None else user,
         row.begins_at,
         ask.preemptible,
         ask.shape,
@@ -430,7 +429,8 @@ def line_key(row: LiveJob) -> LineKey:
 
 def place_key(key: LineKey) -> LineKey:
     """The same without what has no say in where a job fits: whose it is, when, and how urgent."""
-    return key._replace(queue="", priority=min(key.priority, 0), user="", begins_at=0.0, preemptible=True, part_of=None)
+    # Not ``_replace``, which takes four times as long.
+    return LineKey("", min(key.priority, 0), "", 0.0, True, key.shape, key.avoid, key.failover, key.pinned)
 
 
 def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Allocation:

@@ -89,11 +89,10 @@ def place(
         if not enough(room, len(shape.slots)):
             return None
         for part in _domains(state, shape, mask) if close else ():
-            found = _place_uniform(state, txn, shape, prefer, room * part)
-            if found is not None:
-                return _in_cell_order(state, found)
+            if enough(within := room * part, len(shape.slots)):
+                return _in_cell_order(state, _place_uniform(state, txn, shape, prefer, within))
         found = _place_uniform(state, txn, shape, prefer, room)
-        return _in_cell_order(state, found) if found is not None and close else found
+        return _in_cell_order(state, found) if close else found
     for part in _domains(state, shape, mask) if close else ():
         found = _search(state, txn, shape, prefer, part, {})
         if found is not None:
@@ -154,11 +153,9 @@ def enough(room: Rows, count: int) -> bool:
     return len(nodes) >= count or int(room[nodes].sum()) >= count
 
 
-def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> Allocations | None:
-    """Equal slots one by one; ``room`` has per node how many fit, and is used up."""
+def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> Allocations:
+    """Equal slots one by one; ``room`` has per node how many fit, enough in all, and is used up."""
     slot, count = shape.slots[0], len(shape.slots)
-    if not enough(room, count):
-        return None
     found: list[Allocation] = []
     with txn.trial():
         while len(found) < count:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from rota.cluster.core.capacity import QueueTable
+from rota.cluster.core.capacity import GPU, QueueTable
 from rota.cluster.core.jobs import LiveJob
 from rota.cluster.core.state import LeafUse, Need, QueueEntry, State, entry_of
 from rota.spec.ids import JobId
@@ -74,9 +74,12 @@ def next_level(state: State, first: LiveJob) -> int:
 
 def _covered_by_leaf(state: State, row: LiveJob, queue: int) -> bool:
     """Whether the promise to its own queue covers a job."""
-    use, need = leaf_use(state, row.ask.queue), state.queues.devices(row.ask.shape)
+    tree, need = state.queues, state.queues.devices(row.ask.shape)
+    if not tree.promises_types and state.used[queue, GPU] + need[0] <= tree.promised[queue][0]:
+        return True  # it covers all that the queue has, in whatever order
+    use = leaf_use(state, row.ask.queue)
     before = use.before[bisect_left(use.entries, entry_of(row))]
-    return _within(state.queues, queue, [a + b for a, b in zip(before, need)], need)
+    return _within(tree, queue, [a + b for a, b in zip(before, need)], need)
 
 
 def leaf_use(state: State, path: str) -> LeafUse:

@@ -70,6 +70,9 @@ class TryOrder:
                 for depth, entry in enumerate(entries)
                 if (place := self._place(state.jobs[entry[-1]])) and (last is None or place <= last)
             ]
+        elif len(tracks) == 1:  # its place among others is not asked for: it is tried before any other is put in
+            [(track, entries)] = tracks.items()
+            self._heap = [NextJob((), entries[0][-1], track, 0, 0)]
         else:
             self._heap = [self._at(track, 0) for track in tracks]
         heapify(self._heap)

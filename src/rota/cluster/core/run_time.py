@@ -12,8 +12,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import log
+from typing import NamedTuple
 
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.txn import Txn
@@ -40,15 +42,14 @@ DIGITS = 4
 Group = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What the latest ended jobs of a group took, as ratios of what they asked or in seconds.
 
-    ``likely`` and ``late`` are the quantiles of a job of this group as of ``at`` ended jobs of ``count``; the last one
+    ``likely`` and ``late`` are the quantiles of a job of this group as of ``at`` ended jobs of ``ended``; the last one
     ended at ``last_s``.
     """
 
-    count: int
+    ended: int
     values: tuple[float, ...]
     at: int
     likely: float
@@ -61,8 +62,13 @@ Book = dict[Group, Taken]
 
 def groups_of(ask: JobAsk) -> tuple[Group, ...]:
     """The groups of a job, the widest first."""
-    kind = (ASKED, str(round(log(ask.est_s, BIN)))) if ask.est_s and ask.est_s > 0 else (UNKNOWN, "")
-    own = (ask.queue, ask.user, str(ask.shape.gpu_milli))
+    return _groups(ask.est_s, ask.queue, ask.user, ask.shape.gpu_milli)
+
+
+@lru_cache(maxsize=1024)  # asked when a job arrives, when it starts, and when it has ended
+def _groups(est_s: float | None, queue: str, user: str, gpu_milli: int) -> tuple[Group, ...]:
+    kind = (ASKED, str(round(log(est_s, BIN)))) if est_s and est_s > 0 else (UNKNOWN, "")
+    own = (queue, user, str(gpu_milli))
     return (kind[:1], kind, (*kind, *own[:1]), (*kind, *own[:2]), (*kind, *own))
 
 
@@ -97,13 +103,13 @@ def _mixture(book: Mapping[Group, Taken], groups: Sequence[Group], est_s: float 
     mass, counted, weights = 1.0, 0, dict[float, float]()
     prior, known = (1.0,) if est_s else UNKNOWN_S, book.get(groups[0])
     if known is not None:  # a few jobs that took a fifth of their limit say more than the limit
-        mass -= (part := WIDER / (known.count**2 + WIDER))
+        mass -= (part := WIDER / (known.ended**2 + WIDER))
         weights = {value: part / len(prior) for value in prior}
     for group in reversed(groups):
-        if (taken := book.get(group)) is None or taken.count == counted:
+        if (taken := book.get(group)) is None or taken.ended == counted:
             continue
-        more = min(taken.count - counted, KEPT)  # those of the narrower group have had their part
-        counted, part = taken.count, mass * more / (more + WIDER)
+        more = min(taken.ended - counted, KEPT)  # those of the narrower group have had their part
+        counted, part = taken.ended, mass * more / (more + WIDER)
         for value in taken.values:
             weights[value] = weights.get(value, 0.0) + part / len(taken.values)
         mass -= part
@@ -117,7 +123,7 @@ def _mixture(book: Mapping[Group, Taken], groups: Sequence[Group], est_s: float 
 
 def expected(book: Mapping[Group, Taken], ask: JobAsk) -> tuple[float | None, float | None]:
     """Likely and late run time of a job in seconds; None: it asked for none and nothing is known of its like."""
-    if not ask.est_s and ((known := book.get((UNKNOWN,))) is None or known.count < EVIDENCE):
+    if not ask.est_s and ((known := book.get((UNKNOWN,))) is None or known.ended < EVIDENCE):
         return None, None
     for group in reversed(groups_of(ask)):
         if (taken := book.get(group)) is not None:
@@ -151,7 +157,7 @@ def learn(book: Book, txn: Txn, row: LiveJob, now: float) -> None:
     groups = groups_of(row.ask)
     for depth, group in enumerate(groups):
         old = book.get(group)
-        count = old.count + 1 if old else 1
+        count = old.ended + 1 if old else 1
         values = (*old.values[-KEPT + 1 :], value) if old else (value,)
         if old is not None and count < old.at * 1.2 + 1:
             txn.put(book, group, Taken(count, values, old.at, old.likely, old.late, now))

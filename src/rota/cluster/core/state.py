@@ -299,6 +299,22 @@ class State:
                 self._leave(txn, self.line_of(waited), (waited.ask.queued_at, job))
             if waits is not None:
                 self._join(txn, self.line_of(waits), (waits.ask.queued_at, job))
+        if old is not waited or new is not waits:
+            self._index_running(txn, job, old, new)
+        if old is None and new is not None and new.ask.part_of is not None:
+            txn.put(self.parts.setdefault(new.ask.part_of, {}), job, None)
+        elif new is None and old is not None and old.ask.part_of is not None:
+            txn.drop(self.parts[old.ask.part_of], job)
+        for index, member in (
+            (self.arrivals, waits is not None and waits.wait is None),
+            (self.stopping, new is not None and new.phase == "stopping"),
+        ):
+            if member and job not in index:
+                txn.put(index, job, None)
+            elif not member and job in index:
+                txn.drop(index, job)
+
+    def _index_running(self, txn: Txn, job: JobId, old: LiveJob | None, new: LiveJob | None) -> None:
         if (was := _end_of(old)) != (ends := _end_of(new)):
             if was is not None:
                 self._unlist_end(was)
@@ -316,18 +332,6 @@ class State:
                 self.unrank(txn, *before)
             if after is not None:
                 self.rank(txn, *after)
-        if old is None and new is not None and new.ask.part_of is not None:
-            txn.put(self.parts.setdefault(new.ask.part_of, {}), job, None)
-        elif new is None and old is not None and old.ask.part_of is not None:
-            txn.drop(self.parts[old.ask.part_of], job)
-        for index, member in (
-            (self.arrivals, waits is not None and waits.wait is None),
-            (self.stopping, new is not None and new.phase == "stopping"),
-        ):
-            if member and job not in index:
-                txn.put(index, job, None)
-            elif not member and job in index:
-                txn.drop(index, job)
 
     def rank(self, txn: Txn, queue: str, entry: QueueEntry) -> None:
         """Count a job among those that run, or will with what others give back."""
@@ -353,9 +357,7 @@ class State:
 
     def line_of(self, row: LiveJob) -> LineKey:
         """The line in which a job waits; users share lines where no queue limits them."""
-        key = line_key(row)
-        limited = any(self.queues.user_limited[queue] for queue in self.queues.line_of(row.ask.queue))
-        return key if limited else key._replace(user="")
+        return line_key(row, row.ask.user if row.ask.queue in self.queues.limits_users else "")
 
     def _unlist_end(self, end: tuple[float, JobId]) -> None:
         del self.ends[bisect_left(self.ends, end)]
@@ -369,9 +371,10 @@ class State:
         txn.did(lambda: self._into(key, entry))
 
     def _into(self, key: LineKey, entry: tuple[float, JobId]) -> None:
-        if key not in self.lines:
+        if (line := self.lines.get(key)) is None:
+            line = self.lines[key] = []
             self._count_user(key.queue, key.user, 1)
-        insort(self.lines.setdefault(key, []), entry)
+        insort(line, entry)
         insort(self.waiting.setdefault(key.queue, []), (-key.priority, *entry))
 
     def _out_of(self, key: LineKey, entry: tuple[float, JobId]) -> None:
@@ -394,13 +397,11 @@ class State:
     def hold(self, txn: Txn, job: JobId, held: Allocations, *, now: float, choice: Choice | None = None) -> None:
         """Give a job its slots and start it, with one of its choices if it has some."""
         row = self.jobs[job]
-        row = replace(row, ask=row.ask.having(choice))
-        for slot in held:
-            self.take(txn, slot, 1)
-        self.charge(txn, row, 1)
-        likely_s, late_s = expected(self.taken, row.ask)
+        ask = row.ask.having(choice)
+        likely_s, late_s = expected(self.taken, ask)
         row = replace(
             row,
+            ask=ask,
             phase="running",
             held=held,
             attempt=row.attempt + 1,
@@ -410,9 +411,12 @@ class State:
             saved_at=now,
             likely_s=likely_s,
             late_s=late_s,
-            reported_s=row.reported_s or predicted_s(row.ask),
+            reported_s=row.reported_s or predicted_s(ask),
             pace=None,
         )
+        for slot in held:
+            self.take(txn, slot, 1)
+        self.charge(txn, row, 1)
         if (whole := self.jobs.get(row.ask.part_of or job)) is not None and whole.pace is not None:
             self.put(txn, replace(whole, pace=None))  # it has another size from now on
         self.put(txn, row)

@@ -42,9 +42,14 @@ class VerdictCache:
         """Requests that the next pass may try: twice as many after each one in a row that could not try them all."""
         return first << self._cut_short
 
-    def pass_ended(self, *, cut_short: bool) -> None:
-        """Count the passes in a row that had tried enough before all were tried."""
+    def pass_ended(self, *, cut_short: bool, stopped_some: bool = False) -> None:
+        """Count the passes in a row that had tried enough before all were tried.
+
+        Once all were tried, or jobs are stopped, it may help again to stop others for any job.
+        """
         self._cut_short = self._cut_short + 1 if cut_short else 0
+        if stopped_some or not cut_short:
+            self._vain.clear()
 
     def is_vain(self, job: JobId, happened: int) -> bool:
         """Whether a pass found that stopping others does not help a job, and these many events are still all."""
@@ -54,12 +59,9 @@ class VerdictCache:
         """Stopping others for a job does not help after these many events."""
         self._vain[job] = happened
 
-    def forget_vain(self, job: JobId | None = None) -> None:
-        """All were tried, or jobs are stopped; with ``job`` only what was found for it."""
-        if job is None:
-            self._vain.clear()
-        else:
-            self._vain.pop(job, None)
+    def forget_vain(self, job: JobId) -> None:
+        """Stopping others may help a job again."""
+        self._vain.pop(job, None)
 
     def forget(self, job: JobId) -> None:
         """A job is gone."""
@@ -75,9 +77,10 @@ class VerdictCache:
 
     def took(self, txn: Txn, row: LiveJob) -> None:
         """A job was given devices."""
+        taking = hash((row.ask.id, row.held))
         for name in ("", row.ask.queue):
             _, steps = self._of(name)
-            steps.append(hash((steps[-1] if steps else 0, row.ask.id, row.held)))
+            steps.append(hash((steps[-1] if steps else 0, taking)))
             txn.did(steps.pop)
 
     def gave(self, txn: Txn, queue: str | None) -> None:

@@ -268,7 +268,7 @@ class LendAndPack:
         found: list[Resize | Preempt] = []
         for one, other in partners(state) if self.gain is not None else ():
             if other is None:
-                found.append(Resize(job=one.ask.id, held=(replace(one.held[0], milli=0),)))
+                found.append(Resize(job=one.ask.id, held=(one.held[0]._replace(milli=0),)))
             elif not self.pays(one, other, now):
                 found.append(
                     Preempt(
@@ -332,7 +332,7 @@ class LendAndPack:
         other = min(able, key=lambda other: (other.started_at, other.ask.id))
         held = other.held[0]
         mine = Allocation(held.node, held.devices, HALF, slot.cpu_milli, slot.mem)
-        return other.ask.id, (replace(held, milli=HALF),), (mine,)
+        return other.ask.id, (held._replace(milli=HALF),), (mine,)
 
     def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, Allocations]:
         """Who gets which slots: one more each in turn while there is room, lowest share of its own ask first."""

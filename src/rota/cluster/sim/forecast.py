@@ -137,7 +137,7 @@ class Forecast:
             with without_refused(state):
                 self._state = state.copy()
         rows = self._state.jobs
-        self._ended = sum(taken.count for group, taken in state.taken.items() if len(group) == 1)
+        self._ended = sum(taken.ended for group, taken in state.taken.items() if len(group) == 1)
         self._basis = basis_of(rows.values(), self._ended)
 
     def play(self, clock: Clock, between_passes: Callable[[], None] = lambda: None) -> Estimates:
@@ -215,7 +215,7 @@ def _redrawn(book: Book, source: RandomSource) -> Book:
     The bootstrap of B. Efron (Annals of Statistics 7, 1979).
     """
     return {
-        group: replace(taken, values=tuple(source.rng().choices(taken.values, k=len(taken.values))))
+        group: taken._replace(values=tuple(source.rng().choices(taken.values, k=len(taken.values))))
         for group, taken in sorted(book.items())
     }
 
@@ -266,7 +266,7 @@ def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> OutlookDocu
     jobs took. Raises UnknownName for a profile that does not exist.
     """
     rows = [row for _, row in sorted(next(iter(forks.values())).jobs.items())]
-    ended = sum(taken.count for group, taken in next(iter(forks.values())).taken.items() if len(group) == 1)
+    ended = sum(taken.ended for group, taken in next(iter(forks.values())).taken.items() if len(group) == 1)
     gpus = sum(len(node.devices) for node in next(iter(forks.values())).nodes)
     runs = {name: _played(fork, name, now, clock) for name, fork in forks.items()}
     return {

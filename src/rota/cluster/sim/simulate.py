@@ -207,14 +207,12 @@ class Simulation:
     def _advance(self, to: float) -> None:
         seconds = to - self.now
         if seconds > 0:
-            over = self.state.used[:, GPU] - self._promised
-            if (over > 0).any():
-                self._borrowed += np.maximum(over, 0) * (seconds / 1000)
+            self._borrowed += np.maximum(self.state.used[:, GPU] - self._promised, 0) * (seconds / 1000)
             gap = self._share_gap() if self.state.lines else 0.0
             if self.state.lines:
                 self._gap_s += seconds * gap
                 self._waiting_s += seconds
-            used = int(self.state.used[self._roots, GPU].sum()) / 1000
+            used = sum(self.state.used[self._roots, GPU].tolist()) / 1000
             waiting = sum(map(len, self.state.waiting.values()))
             self.result.samples.append(Sample(self.now, seconds, used, waiting, gap))
         self.now = to
@@ -327,11 +325,12 @@ class Simulation:
     def _rate(self, run: JobRun, held: Allocations) -> float:
         """Speed of a job on these devices: by their type, how close they are, how many, and who is there as well."""
         costs, row = self.overheads, self.state.jobs[run.job.ask.id]
-        kinds = {self.state.types[int(self.state.dev_type[d])] for slot in held for d in slot.devices}
-        speed = min((costs.speeds.get(kind, 1.0) for kind in kinds), default=1.0)
+        rows = {int(self.state.dev_type[d]) for slot in held for d in slot.devices}
+        kinds = [self.state.types[row] for row in rows]
         if choices := row.ask.choices:
             grown = step_s_of(row.ask, sizes_now(self.state, row))
             return choices[0].step_s / min(step_s_on(row.ask, kinds), grown) * costs.locality.get(run.level, 1.0)
+        speed = min((costs.speeds.get(kind, 1.0) for kind in kinds), default=1.0)
         rate = speed * costs.locality.get(run.level, 1.0) * len(held) / len(row.ask.shape.slots)
         if held[0].milli != HALF or not row.ask.shape.slots[0].gpus:
             return rate

@@ -27,7 +27,7 @@ from rota.cluster.core.grants import (
 from rota.cluster.core.guarded import guarded, overdrawn, violations
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, Wait, ask_of, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.queue_order import wait_of
+from rota.cluster.core.queue_order import wait_of, waits_now
 from rota.cluster.core.state import State
 from rota.spec.events import (
     CheckpointSaved,
@@ -675,6 +675,10 @@ class Scheduler:
     def wait_of(self, job: JobId, now: float) -> Wait | None:
         """Why a job waits, with what holds for one that is tried before it; None where no pass gave it a reason."""
         return wait_of(self.state, self.profile, job, now)
+
+    def waits_now(self, now: float) -> Callable[[JobId], Wait | None]:
+        """The same for many jobs, to be asked before the next record is applied."""
+        return waits_now(self.state, self.profile, now)
 
     def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.SchedulerExplanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import decide
@@ -107,25 +108,13 @@ def violations(state: State) -> list[str]:
     users of a queue are those that wait or hold there; every part is with its job.
     """
     broken: list[str] = []
-    milli = np.full_like(state.dev_milli, 1000)
-    cpu = np.array([round(node.cpus * 1000) for node in state.nodes], dtype=np.int64)
-    mem = np.array([node.memory_bytes for node in state.nodes], dtype=np.int64)
-    used = np.zeros_like(state.used)
-    used_by: dict[tuple[int, str], Vector] = {}
+    held: list[Allocation] = []
+    of_users: dict[tuple[str, str], list[Vector]] = {}
     parts: dict[JobId, set[JobId]] = {}
     for row in state.jobs.values():
-        for held in row.held:
-            cpu[held.node] -= held.cpu_milli
-            mem[held.node] -= held.mem
-            for device in held.devices:
-                milli[device] -= held.milli or 1000
         if row.held:
-            for queue in state.queues.line_of(row.ask.queue):
-                need = state.queues.need(row.ask.shape)
-                used[queue] += need
-                if state.queues.user_limited[queue]:
-                    key = (queue, row.ask.user)
-                    used_by[key] = used_by.get(key, 0) + need
+            held += row.held
+            of_users.setdefault((row.ask.queue, row.ask.user), []).append(state.queues.need(row.ask.shape))
         if row.ask.part_of is not None:
             parts.setdefault(row.ask.part_of, set()).add(row.ask.id)
         if row.phase in ("queued", "paused") and row.held:
@@ -133,6 +122,8 @@ def violations(state: State) -> list[str]:
         asked = len(row.ask.shape.slots)
         if row.phase == "running" and not asked <= len(row.held) <= max(asked, row.ask.slots_max):
             broken.append(f"{row.ask.id} runs with {len(row.held)} of {len(row.ask.shape.slots)} slots")
+    milli, cpu, mem = _left_by(state, held)
+    used, used_by = _used_by(state, of_users)
     for name, expected, found in (
         ("device", milli, state.dev_milli),
         ("cores of node", cpu, state.cpu),
@@ -160,6 +151,34 @@ def violations(state: State) -> list[str]:
     if (free != state.free).any():
         broken.append("the count of free devices of a node is not that of its devices")
     return broken
+
+
+def _left_by(state: State, held: Sequence[Allocation]) -> tuple[Vector, Vector, Vector]:
+    """Thousandths of each device, thousandths of cores and bytes of each node that these slots leave free."""
+    milli = np.full(state.dev_milli.shape, 1000, dtype=np.int64)
+    devices = np.array([device for one in held for device in one.devices], dtype=np.int64)
+    shares = np.array([one.milli or 1000 for one in held for _ in one.devices], dtype=np.int64)
+    np.subtract.at(milli, devices, shares)
+    cpu = np.array([round(node.cpus * 1000) for node in state.nodes], dtype=np.int64)
+    mem = np.array([node.memory_bytes for node in state.nodes], dtype=np.int64)
+    nodes = np.array([one.node for one in held], dtype=np.int64)
+    np.subtract.at(cpu, nodes, np.array([one.cpu_milli for one in held], dtype=np.int64))
+    np.subtract.at(mem, nodes, np.array([one.mem for one in held], dtype=np.int64))
+    return milli, cpu, mem
+
+
+def _used_by(
+    state: State, needs: Mapping[tuple[str, str], Sequence[Vector]]
+) -> tuple[NDArray[np.int64], dict[tuple[int, str], Vector]]:
+    """The use of each queue, and of each user in one that limits them, by what their jobs need."""
+    used, used_by = np.zeros_like(state.used), dict[tuple[int, str], Vector]()
+    for (path, user), each in needs.items():
+        need = np.sum(each, axis=0)
+        for queue in state.queues.line_of(path):
+            used[queue] += need
+            if state.queues.user_limited[queue]:
+                used_by[queue, user] = used_by.get((queue, user), 0) + need
+    return used, used_by
 
 
 def _users_of(state: State, used_by: dict[tuple[int, str], Vector]) -> dict[str, dict[str, int]]:

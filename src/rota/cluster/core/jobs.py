@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 from rota.spec.gang import CellLevel, GangRequest
 from rota.spec.ids import GangId, JobId, NodeId
@@ -78,12 +79,13 @@ class Shape:
         return JoinedShape(self)
 
     @cached_property
-    def _value(self) -> tuple[object, ...]:
+    def value(self) -> tuple[object, ...]:
+        """What of it equal shapes share: all but the names."""
         return (self.slots, self.together, self.apart, self.tied, self.close)
 
     @cached_property
     def _key(self) -> int:
-        return hash(self._value)
+        return hash(self.value)
 
     def __hash__(self) -> int:
         return self._key
@@ -91,7 +93,7 @@ class Shape:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Shape) and self._key == other._key and self._value == other._value
+        return isinstance(other, Shape) and self._key == other._key and self.value == other.value
 
     def role(self, slot: int) -> str:
         """Name of the role of a slot, or its number."""
@@ -251,7 +253,7 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
         )
         for found, groups in ((tied, request.tied), (close, request.close)):
             found.extend(tuple(base + i for i in group) for group in groups)
-    return Shape(
+    shape = Shape(
         slots=tuple(slots),
         together=tuple(together),
         apart=tuple(apart),
@@ -259,6 +261,11 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
         tied=tuple(tied),
         close=tuple(close),
     )
+    return _shapes.setdefault((shape.value, shape.names), shape)
+
+
+_shapes = WeakValueDictionary[tuple[object, ...], Shape]()
+"""Each shape once: in every mapping by shape an equal one that is another object is compared slot by slot."""
 
 
 STEPS_LABEL = "rota.steps"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from rota.cluster.core.admission import LIMITS, held_back, too_few_free, with_held_back
-from rota.cluster.core.jobs import LineKey, LiveJob, Wait
+from rota.cluster.core.jobs import LineKey, LiveJob, Shape, Wait
 from rota.cluster.core.preemption import BackfillReservations
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import State
@@ -144,7 +145,15 @@ def place_in_order(state: State, profile: Profile, row: LiveJob, now: float) -> 
     return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 
-def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | None:
+ShortOf = Callable[[State, Shape], Wait | None]
+
+
+def waits_now(state: State, profile: Profile, now: float) -> Callable[[JobId], Wait | None]:
+    """``wait_of`` for many jobs of one moment: what is short for several of one shape is counted once."""
+    return partial(wait_of, state, profile, now=now, short_of=cache(too_few_free))
+
+
+def wait_of(state: State, profile: Profile, job: JobId, now: float, short_of: ShortOf = too_few_free) -> Wait | None:
     """Reason of a waiting job by the last passes, or None: what holds for one that is tried before it holds for it.
 
     A pass tries no more of a line, or of a queue that is held up, than it must; the others keep their last reason.
@@ -153,7 +162,7 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
     if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
         return None if row is None else row.wait
     if profile.order.by_job:
-        return _as_of_now(state, profile, row, row.wait, now)
+        return _as_of_now(state, profile, row, row.wait, now, short_of)
     by_queue = profile.block == "queue"
     for *_, other in state.waiting[row.ask.queue] if by_queue else state.lines[state.line_of(row)]:
         if other == job:
@@ -163,14 +172,14 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
             continue
         if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
             continue
-        wait = _as_of_now(state, profile, state.jobs[other], wait, now)
+        wait = _as_of_now(state, profile, state.jobs[other], wait, now, short_of)
         text = f"It is behind {other}: {wait.text or INFO[wait.reason].text}"
         reason = Reason.BEHIND_IN_ORDER if by_queue else wait.reason
         return replace(wait, reason=reason, text=text, fields={**wait.fields, "behind": other})
-    return _as_of_now(state, profile, row, row.wait, now)
+    return _as_of_now(state, profile, row, row.wait, now, short_of)
 
 
-def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait, now: float) -> Wait:
+def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait, now: float, short_of: ShortOf) -> Wait:
     """What a job that finds no place waits for by now: more may be taken since it got its reason.
 
     Who held it back when it got its reason may do so no more, and another may by now.
@@ -178,7 +187,7 @@ def _as_of_now(state: State, profile: Profile, row: LiveJob, last: Wait, now: fl
     if of_then := "held_back_by" in last.fields:
         last = Wait(reason=last.reason)
     if last.reason in BY_PLACE or of_then:
-        last = profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
+        last = profile.division.verdict(state, row) or short_of(state, row.ask.shape) or last
     others = state.memory.held_back.get(row.ask.id, ()) if last.reason in (*BY_PLACE, *LIMITS) else ()
     if not others or any(state.jobs[one].phase != "running" for one in others if one in state.jobs):
         return last

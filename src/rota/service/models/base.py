@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, cast, get_args, get_origin
 
@@ -61,8 +61,12 @@ def document(model: type[T], *sources: object, **given: object) -> T:
     if unknown := given.keys() - fields.keys():
         raise TypeError(f"{model.__name__} has no field {', '.join(sorted(unknown))}")
     found: dict[str, object] = {}
+    finds = [one.get if isinstance(one, Mapping) else partial(getattr, one) for one in (given, *sources)]
     for name, (write, required) in fields.items():
-        value = given[name] if name in given else _find(name, sources)
+        value: object = _MISSING
+        for find in finds:
+            if (value := find(name, _MISSING)) is not _MISSING:
+                break
         if value is not _MISSING:
             found[name] = write(value)
         elif write.__class__ is _Constant:
@@ -74,14 +78,6 @@ def document(model: type[T], *sources: object, **given: object) -> T:
 
 _MISSING = object()
 Writer = Callable[[Any], object]
-
-
-def _find(name: str, sources: tuple[object, ...]) -> object:
-    for source in sources:
-        value = source.get(name, _MISSING) if isinstance(source, Mapping) else getattr(source, name, _MISSING)
-        if value is not _MISSING:
-            return value
-    return _MISSING
 
 
 def _moment(value: float | str) -> str:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any, NotRequired, TypedDict
 
 from rota.cluster.core.jobs import Wait
@@ -42,6 +43,7 @@ from rota.spec.states import InstanceState, JobState
 
 LIMIT_MAX = 200
 FILTER_STATES = tuple(state.value for state in JobState)
+ENDED_STATES = frozenset(state.value for state in JobState if state.terminal)
 
 
 class HeartbeatFields(TypedDict):
@@ -362,19 +364,20 @@ class JobFilter:
     labels: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
 
+    @property
+    def ended(self) -> bool:
+        """True when jobs that ended may be wanted."""
+        return not ENDED_STATES.isdisjoint(self.states) if self.states else self.all
+
     def wants(self, job: JobHistory) -> bool:
         """True when the job passes every field."""
-        if not self.all and not self.states and job.state.terminal:
-            return False
-        queue = not self.queue or job.queue == self.queue or job.queue.startswith(f"{self.queue}/")
-        labels = dict(job.spec.labels)
         return (
-            (not self.states or job.state.value in self.states)
-            and queue
+            (job.state.value in self.states if self.states else self.all or not job.state.terminal)
+            and (not self.queue or job.queue == self.queue or job.queue.startswith(f"{self.queue}/"))
             and (not self.user or job.submitted.user == self.user)
             and (not self.name or job.spec.name == self.name)
             and (not self.text or self.text in f"{job.id} {job.submitted.user}".lower())
-            and all(labels.get(key) == value for key, value in self.labels)
+            and (not self.labels or set(self.labels) <= set(job.spec.labels))
             and (job.ended_at is None or job.ended_at >= self.since)
         )
 
@@ -397,7 +400,7 @@ def job_list(
     limit = max(1, min(limit, LIMIT_MAX))
     after = _read_cursor(cursor, sort) if cursor else None
     keyed = ((_key(one, sort), one) for one in jobs if wanted.wants(one))
-    fits = sorted((one for one in keyed if after is None or one[0] > after), key=lambda one: one[0])
+    fits = sorted((one for one in keyed if after is None or one[0] > after), key=itemgetter(0))
     page = fits[:limit]
     return document(
         JobList,
@@ -411,8 +414,18 @@ Key = tuple[float, str, float, str]
 
 
 def _key(job: JobHistory, sort: JobSort) -> Key:
-    text = {"name": job.spec.name, "state": job.state.value, "queue": job.queue}.get(sort, "")
-    rank = -float(job.priority) if sort == "priority" else 0.0
+    rank, text = 0.0, ""
+    match sort:
+        case "priority":
+            rank = -float(job.priority)
+        case "name":
+            text = job.spec.name
+        case "state":
+            text = job.state.value
+        case "queue":
+            text = job.queue
+        case "submitted":
+            pass
     return (rank, text, -job.submitted_at, job.submitted.uid or job.id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+from functools import cache, partial
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Header, Query, Response
@@ -200,13 +201,15 @@ async def list_jobs(
         labels=tuple(_label(one) for one in label or ()),
         since=0.0 if since_s is None else now - since_s,
     )
-    jobs = (one for one in app.loop.installation.jobs.values() if caller.sees(one))
     _check_queue(app, caller, queue)
+    known, visible = app.loop.installation, cache(partial(caller.has, UserRole.VIEWER))
+    jobs = (one for one in (known.jobs if wanted.ended else known.live).values() if visible(one.queue))
 
     def suspected(one: JobHistory) -> str:
         return app.suspected(one.id) if caller.reads(one) else ""
 
-    page = job_list(jobs, wanted, app.wait_of, now=now, sort=sort, limit=limit, cursor=cursor, suspected=suspected)
+    wait_of = app.loop.scheduler.waits_now(now)
+    page = job_list(jobs, wanted, wait_of, now=now, sort=sort, limit=limit, cursor=cursor, suspected=suspected)
     return app.redacted(caller, page)
 
 

@@ -451,6 +451,12 @@ def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_pa
         assert (await ask(*run)).out == "hello-1\n"
         assert (await service.until("hello-1", JobState.QUEUED))["state"] == "QUEUED"
         await service.until_true(is_closed)
+        waits = json.loads((await ask("explain", "hello-1", "--json")).out)
+        assert waits["why"]["fields"] == {"queue": "team", "state": "stopped"}
+        assert waits["why"]["text"].startswith(
+            "Queue team is stopped and starts none of its jobs; an admin of it opens"
+        )
+        assert [waits["estimate"][key] for key in ("p10", "p50", "p90")] == [None] * 3, "it starts when it is opened"
         for state in ("closed", "draining"):
             await apply(state)
             why = f"queue 'team' is {state} and takes no new jobs"

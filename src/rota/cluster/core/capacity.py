@@ -211,6 +211,10 @@ class QueueTable:
         """Rows of the queue and of all above it; nothing for a queue that does not exist (any more)."""
         return self.line[self.row[path]] if path in self.row else []
 
+    def holds_back(self, path: str) -> Queue | None:
+        """The first queue from this one up whose own state lets no job start; None where all may."""
+        return next((self.rows[row] for row in self.line_of(path) if not self.rows[row].starts_jobs), None)
+
     def gives_back(self, path: str) -> bool:
         """Whether jobs of a queue may be stopped for those of another: it and all above it are preemptible."""
         return all(self.rows[row].preemptible for row in self.line_of(path))

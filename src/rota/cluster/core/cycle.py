@@ -563,10 +563,12 @@ class _Pass:
             return Wait(
                 reason=Reason.QUEUE_CLOSED, text=f"Queue {path} does not exist; {nearest(path, tree.row, 'queues')}"
             )
-        for queue in tree.line_of(path):
-            if not tree.rows[queue].starts_jobs:
-                return Wait(reason=Reason.QUEUE_CLOSED, fields={"queue": tree.rows[queue].path})
-        return None
+        if (held := tree.holds_back(path)) is None:
+            return None
+        text = (
+            f"Queue {held.path} is {held.state} and starts none of its jobs; an admin of it opens it with state: open"
+        )
+        return Wait(reason=Reason.QUEUE_CLOSED, text=text, fields={"queue": held.path, "state": held.state})
 
     def _gate_order(self, row: LiveJob) -> Wait | None:
         first = self.blocked.get(row.ask.queue)

@@ -253,6 +253,8 @@ def _beyond(run: Simulation, runs: Mapping[JobId, JobRun]) -> dict[JobId, float]
             continue
         if usable_milli(run.state, one.job.ask.shape) < one.job.ask.shape.gpu_milli:
             continue  # with the nodes that take new work it never starts
+        if run.state.queues.holds_back(one.job.ask.queue) is not None:
+            continue  # nor does it until a person opens its queue
         if run.state.jobs[job].phase == "queued":
             found[job] = run.now + max(0.0, work) / per_s
             work += one.job.work_s * one.job.ask.shape.gpu_milli / 1000

@@ -21,7 +21,7 @@ from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import STATES, Dump, Row
 from rota.tensors.segments import BlockHeader
 from rota.tensors.session import Session, remove_vanished, shm_base
-from rota.tensors.space import Space
+from rota.tensors.space import Space, remove_unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -495,13 +495,8 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     dropped += [Dropped(what=str(other), why=why, bytes=0) for other in remove_vanished(session.root)]
     strays = space.segments.spill.sweep() if space.segments.spill is not None else ()
     dropped += [Dropped(what=stray, why="spilled by a process that died", bytes=size) for stray, size in strays]
-    files = list(space.segments.files())  # before the question: a file is recorded before it is made
-    known = space.retry(lambda: space.registry.members("segs"))
-    for seg, size in files:
-        if seg not in known:
-            space.segments.unlink(seg)
-            space.registry.strike([seg])
-            dropped.append({"what": seg, "why": "left by a process that died", "bytes": size})
+    why = "left by a process that died"
+    dropped += [Dropped(what=seg, why=why, bytes=size) for seg, size in remove_unknown(space)]
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
 
 

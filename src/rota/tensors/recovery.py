@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import defaultdict
@@ -13,17 +14,19 @@ from typing import Final, Literal, TypeAlias, TypedDict
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.runtime.redis.client import Argument
+from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe
 from rota.tensors.errors import file_errors
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
-from rota.tensors.registry import RedisMachine
+from rota.tensors.registry import RedisMachine, ScriptRefused
 from rota.tensors.segments import PREPARED, READY, BlockHeader, Segments
 from rota.tensors.space import Space
 
 _SETTLE_S: Final = 0.01
 _VERSION_GAP: Final = 1 << 20
 _COMMANDS_MAX: Final = 500
+_TRIES_MAX: Final = 5
 _NOTES: Final = "notes.json"
 
 
@@ -116,8 +119,16 @@ def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Re
     """Fill an empty registry from what lies on disk, or say what would come; the caller holds the recovery lock.
 
     (1) a new epoch, every slot says ask; (2) headers: the newest ready version of each slot wins; (3) leases from the
-    files of the living; (4) all other blocks are free; (5) open the namespace.
+    files of the living; (4) all other blocks are free; (5) open the namespace. Begun anew when the registry is lost
+    once more meanwhile. Raises RegistryUnavailable.
     """
+    for _ in range(_TRIES_MAX):
+        with contextlib.suppress(ScriptRefused):
+            return _rebuild(space, machine, dry_run)
+    raise RegistryUnavailable(f"namespace {space.namespace}: the registry was lost repeatedly while it was rebuilt")
+
+
+def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
     began_s = space.clock.monotonic_s()
     epoch = max(space.table.epoch, machine.epoch) + 1
     if not dry_run:
@@ -135,7 +146,9 @@ def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Re
 
 def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:
     machine.wipe()
-    commands = [("HSET", f"{machine.prefix}cfg", "folder", str(space.folder)), *plan.commands(machine.prefix)]
+    run_id, filling = machine.run_id, f"{epoch} {machine.run_id}"
+    commands: Words = [("HSET", f"{machine.prefix}cfg", "folder", str(space.folder), "filling", filling)]
+    commands += plan.commands(machine.prefix)
     if fences:
         commands.append(("HSET", f"{machine.prefix}fence", *_flat(fences)))
     for at in range(0, len(commands), _COMMANDS_MAX):
@@ -143,7 +156,7 @@ def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, in
     for slot, version in plan.currents():  # before the namespace opens: nothing newer can be overwritten
         space.table.try_store(slot, version)
     machine.epoch = epoch
-    machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot, machine.run_id)
+    machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot, run_id, filling)
     space.counters["recovered"] += 1
 
 

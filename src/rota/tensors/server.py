@@ -274,7 +274,8 @@ class TensorServer:
 
     def _keys(self, namespace: str, name: str) -> list[tuple[str, str, int, int]]:
         """What was sent of a name: a value that is deleted by name has one version, of epoch and step as published."""
-        row = self.plane(namespace)._session.space.find_row(name)
+        space = self.plane(namespace)._session.space
+        row = space.retry(lambda: space.find_row(name))
         key = (namespace, name, row.epoch, row.step) if row is not None else None
         return [key] if key in self._sent else []
 

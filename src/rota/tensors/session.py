@@ -182,7 +182,7 @@ class Session:
         self._forks = 0
         self._fork_fds: list[int] = []
         try:
-            self.rejoin()
+            self.space.retry(self.rejoin)
         except BaseException:
             mirror.close()
             raise

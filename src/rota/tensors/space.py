@@ -100,6 +100,9 @@ class Space:
             except RegistryUnavailable:  # killed again while it was joined, unless it was ended on purpose
                 if attempt == _RETRIES_MAX - 1 or not self.folder.exists():
                     raise
+            except ScriptRefused as refused:  # rebuilt once more while it was joined
+                if refused.code not in REJOIN:
+                    raise
             if attempt:
                 blocking_sleep(_RETRY_S * attempt)
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
@@ -296,8 +299,20 @@ def sweep_dead(space: Space) -> list[str]:
     _remove_unborn(space)
     if swept:
         restore_slots(space)
+        remove_unknown(space)
         space.counters["swept"] += len(swept)
     return swept
+
+
+def remove_unknown(space: Space) -> list[tuple[str, int]]:
+    """Remove the files that the registry does not know, with their sizes: their makers died after it was lost."""
+    files = list(space.segments.files())  # before the question: a file is recorded before it is made
+    known = space.retry(lambda: space.registry.members("segs"))
+    gone = [(seg, size) for seg, size in files if seg not in known]
+    for seg, _ in gone:
+        space.segments.unlink(seg)
+        space.retry(lambda seg=seg: space.registry.strike([seg]))
+    return gone
 
 
 def _remove_unborn(space: Space) -> None:

@@ -385,7 +385,7 @@ class TensorWriter:
         """Say in header and table what the registry did; the slot's lock is held."""
         table, reserved = self._space.table, pending.reserved
         if isinstance(done, ScriptRefused):
-            row = self._space.find_row(pending.name)
+            row = self._space.retry(lambda: self._space.find_row(pending.name))
             if row is not None and row.version and row.slot == reserved.slot:
                 table.store(row.slot, row.version)
             return
@@ -460,16 +460,16 @@ class TensorWriter:
                 path = space.segments.path(seg)
                 freed += path.stat().st_size if path.exists() else 0
                 space.segments.unlink(seg)
-            space.registry.strike(segs)
+            space.retry(lambda segs=segs: space.registry.strike(segs))
         return freed
 
     def evict(self, bytes_wanted: int) -> int:
         """Delete the least recently used evictable names that are not leased; bytes that were freed."""
         freed = 0
-        for name in self._space.registry.evictable():
+        for name in self._space.retry(self._space.registry.evictable):
             if freed >= bytes_wanted:
                 break
-            row = self._space.find_row(name)
+            row = self._space.retry(lambda name=name: self._space.find_row(name))
             if row is not None and self._space.delete(name, expected=row.version, idle=True):
                 freed += max(row.block, row.payload)
         return freed

@@ -201,7 +201,10 @@ class Cases:
         assert plane.fsck()["violations"] == []
         for row in plane.ls():
             plane.delete(row.name)
-        wait_until(lambda: left_over(plane) == {})
+        try:
+            wait_until(lambda: left_over(plane) == {})
+        except AssertionError:
+            raise AssertionError(f"left: {left_over(plane)}") from None
         assert plane.fsck()["violations"] == []
         self._record("fault group", group)
 

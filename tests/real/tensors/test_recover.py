@@ -29,7 +29,7 @@ import rota.tensors
 from rota.runtime import environ, probe, process
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import RegistryUnavailable
-from rota.tensors import errors
+from rota.tensors import errors, recovery
 from rota.tensors.api.store import Plane
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.registry import Row
@@ -353,6 +353,33 @@ def test_a_registry_that_is_killed_again_while_it_is_joined_is_waited_for(
     kill_server(own_home)
     assert plane.put("w", np.full(4, 2.0)).step == 1
     assert plane.get("w", as_="numpy")[0] == 2
+
+
+def test_a_registry_that_is_emptied_while_it_is_filled_is_filled_again(
+    plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(20):
+        plane.put(f"x/{index}", np.full(4, index))
+    client = plane._session.machine.client
+    monkeypatch.setattr(recovery, "_COMMANDS_MAX", 7)
+    for before_flush in (1, 3, 5):
+        batches, pipeline = [before_flush], type(client).pipeline
+
+        def fill_and_lose(self: Any, commands: Any, batches: Any = batches, pipeline: Any = pipeline) -> Any:
+            batches[0] -= 1
+            done = pipeline(self, commands)
+            if batches[0] == 0:
+                self.call("FLUSHALL")
+            return done
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(client), "pipeline", fill_and_lose)
+            assert plane.recover()["names"] == 20
+        assert batches[0] < 0, "filled again"
+        assert [plane.get(f"x/{index}", as_="numpy")[0] for index in range(20)] == [*range(20)]
+        assert plane.fsck()["violations"] == []
+        plane._reader.forget()
+    cases.done(5, plane)
 
 
 def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(

@@ -546,11 +546,11 @@ class Plane:
 
     def fsck(self, *, repair: bool = False) -> inspect.FsckDocument:
         """Check invariants I1 to I7: the document of ``rota tensors fsck``."""
-        return inspect.fsck(self._session, repair=repair)
+        return self._space.retry(lambda: inspect.fsck(self._session, repair=repair))
 
     def gc(self, *, dry_run: bool = False) -> inspect.GcDocument:
         """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
-        return inspect.gc(self._session, dry_run=dry_run)
+        return self._space.retry(lambda: inspect.gc(self._session, dry_run=dry_run))
 
     def recover(self, *, dry_run: bool = False) -> dict[str, object]:
         """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""

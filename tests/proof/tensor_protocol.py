@@ -400,9 +400,10 @@ class ProtocolMachine:
             self._doom(v)
         for v in parts:
             self._undo(v)
+        pend = entry.pend
         if name in self.names:
             self._forget_if_empty(name)
-        return was
+        return [was, pend]
 
     def _sweep(self, client: str, n_max: int) -> list[Any]:
         entry = self.clients.get(client, Client())

@@ -16,7 +16,7 @@ from rota.runtime.process import write_private
 from rota.runtime.redis.client import Argument
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
-from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe
+from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe, label_covers
 from rota.tensors.errors import file_errors
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.registry import RedisMachine, ScriptRefused
@@ -134,9 +134,9 @@ def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
     if not dry_run:
         space.table.lose_all(epoch)
         blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
-    plan = _Plan(space)
-    plan.take_headers(list(scan(space.segments, dry_run=dry_run)))
     notes = read_notes(space.folder)
+    plan = _Plan(space, notes["fences"])
+    plan.take_headers(list(scan(space.segments, dry_run=dry_run)))
     plan.take_leases(live_clients(space) | {holder: [version] for holder, version in notes["pins"].items()})
     if not dry_run:
         _fill(space, machine, plan, notes["fences"], epoch)
@@ -163,8 +163,8 @@ def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, in
 class _Plan:
     """The registry content that follows from headers and files."""
 
-    def __init__(self, space: Space) -> None:
-        self._space = space
+    def __init__(self, space: Space, fences: Mapping[str, int]) -> None:
+        self._space, self._fences = space, fences
         self.report = Recovered()
         self.newest = space.table.newest()  # no header has an id whose block was given back
         self.top_slot = 0
@@ -201,17 +201,29 @@ class _Plan:
         table = self._space.table
         floor = table.last(slot) + (1 if table.deleted(slot) else 0)
         fresh = [header for header in headers if header.version >= floor]
-        head = next((header for header in fresh if header.state == READY), None)
-        if head is None:
-            complete = (h for h in fresh if h.state == PREPARED and h.world == 1)
-            head = next((h for h in complete if not is_alive(self._space.clients, h.owner)), None)
-            self.report.promoted += head is not None
+        ready = next((header for header in fresh if header.state == READY), None)
+        head = next((h for h in fresh if h is ready or self._may_be_current(h, ready)), None)
         if head is not None and self._take_step(head, headers):
-            kept = [h for v in head.kept for h in headers if h.version == v and self._take_step(h, headers)]
+            ids = head.kept
+            if head is not ready:
+                self.report.promoted += 1
+                older = (ready.version, *ready.kept) if ready is not None and ready.step < head.step else ()
+                ids = older[: int(self._versions[head.version]["retain"]) - 1]
+            kept = [h for v in ids for h in headers if h.version == v and self._take_step(h, headers)]
             self._name(head, current=head.version, kept=[h.version for h in kept])
             self.report.names += 1
         # older ones too: their writers may still be copying, whoever was faster; a name under way keeps its slot
         return [h for h in headers if h in fresh or (h.world == 1 and h.name == headers[0].name)]
+
+    def _may_be_current(self, header: BlockHeader, ready: BlockHeader | None) -> bool:
+        """True for a tensor whose commit was under way: the lost registry may have done it, and readers seen it. Its
+        writer, if it lives, holds the slot's lock, and commits it again. Refused is what the registry would refuse."""
+        if header.state != PREPARED or header.world > 1:
+            return False
+        if ready is not None and (header.epoch, header.step) < (ready.epoch, ready.step):
+            return False
+        label = self._manifest(header)["label"] if self._fences else ""
+        return not any(label_covers(above, label) and header.epoch < fence for above, fence in self._fences.items())
 
     def _take_step(self, head: BlockHeader, headers: list[BlockHeader]) -> bool:
         """Take a version, or a group step if all its parts are there."""
@@ -330,14 +342,17 @@ class _Plan:
                 fields["evict"] = 1
         return fields
 
-    def _version(self, header: BlockHeader, state: str, **more: str) -> None:
+    def _manifest(self, header: BlockHeader) -> Fields:
         found = self._found[header.version]
         raw = self._space.segments.read(found.seg, found.offset + HEADER_BYTES, header.manifest_bytes)
         try:
-            manifest = json.loads(raw)
+            return json.loads(raw)
         except ValueError:
-            manifest = {"tensors": [], "label": "", "retain": 1, "orphan": "keep"}
             self.report.quarantined.append(f"{found.seg}+{found.offset}: manifest")
+            return {"tensors": [], "label": "", "retain": 1, "orphan": "keep"}
+
+    def _version(self, header: BlockHeader, state: str, **more: str) -> None:
+        found, manifest = self._found[header.version], self._manifest(header)
         rows, device = manifest["tensors"], manifest.get("device", "")
         size = max((offset + size for *_, offset, size in rows), default=0) if device else header.bytes
         self._versions[header.version] = {

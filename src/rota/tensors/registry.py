@@ -303,15 +303,20 @@ class Registry:
 
     def delete(
         self, name: str, slot: int, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
-    ) -> int:
-        """Take a name away from its slot, unless ``label`` is fenced above ``epoch``; its last version."""
+    ) -> tuple[int, int]:
+        """Take a name away from its slot, unless ``label`` is fenced above ``epoch``; its last version, and how many
+        publishes of it are on their way."""
         version = "" if expected is None else expected
-        return int(self.machine.run("delete", name, slot, version, int(idle), label, epoch))
+        return _two(self.machine.run("delete", name, slot, version, int(idle), label, epoch))
 
-    def delete_many(self, names: Sequence[tuple[str, int]]) -> list[int | ScriptRefused]:
+    def delete_many(self, names: Sequence[tuple[str, int]]) -> list[tuple[int, int] | ScriptRefused]:
         """``delete`` of each (name, slot), in one round trip."""
         replies = self.machine.run_many("delete", [(name, slot, "", 0, "", 0) for name, slot in names])
-        return [reply if isinstance(reply, ScriptRefused) else int(reply) for reply in replies]
+        return [reply if isinstance(reply, ScriptRefused) else _two(reply) for reply in replies]
+
+    def own(self, client: str) -> list[tuple[int, str, int]]:
+        """The publishes of a client on their way: version, segment, offset."""
+        return [(int(v), _text(seg), int(offset)) for v, seg, offset in self.machine.run("own", client)]
 
     def sweep(self, client: str, n_max: int = 1000) -> Swept:
         """One slice of undoing what a client has."""
@@ -410,6 +415,11 @@ def refusal(refused: ScriptRefused, name: str, *, epoch: int = 0, step: int | No
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _two(reply: Sequence[Reply]) -> tuple[int, int]:
+    first, second = reply
+    return int(first), int(second)
 
 
 def _asked(ask: VersionRequest) -> tuple[Argument, ...]:

@@ -1,7 +1,7 @@
 """Segment header, open, map, allocate: files of shared memory that hold the bytes of tensors.
 
 Before each payload is a header of 512 bytes and a manifest (JSON): what is needed to rebuild a lost registry. A
-header is ``pending`` while bytes are copied, ``prepared`` when they are complete, ``ready`` after the commit.
+header is ``pending`` while bytes are copied, ``prepared`` when the commit is sent, ``ready`` after it.
 """
 
 from __future__ import annotations
@@ -278,6 +278,16 @@ class Segments:
         """Bytes of a segment, without mapping it. Raises FileNotFoundError."""
         with self.path(seg).open("rb") as file:
             return os.pread(file.fileno(), size, offset)
+
+    def take_back(self, seg: str, offset: int, version: int) -> None:
+        """Let the header of a block that is still reserved say ``pending`` again, if it says ``prepared``."""
+        try:
+            header = BlockHeader.unpack(self.read(seg, offset, HEADER_BYTES), seg, settled=True)
+        except (FileNotFoundError, errors.Corrupt):  # its writer did not come so far
+            return
+        if (header.version, header.state) == (version, PREPARED):
+            with self.path(seg).open("r+b") as file:
+                os.pwrite(file.fileno(), pack_state(PENDING), offset + STATE_AT)
 
     def find(self, address: int) -> tuple[Path, int] | None:
         """File and offset of the byte that an address of this process shows, None for other memory."""

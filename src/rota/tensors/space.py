@@ -195,13 +195,15 @@ class Space:
             replies = self.retry(lambda: self.registry.delete_many(asked)) if asked else []
             failpoint("deleted")
             for what, reply in zip(sure, replies, strict=True):
-                if isinstance(reply, int):
-                    table.store_deleted(what.slot, reply)
+                if isinstance(reply, tuple):
+                    table.store_deleted(what.slot, reply[0])
                     done.add(what.name)
                 elif reply.code == "NOTFOUND":  # it was there: the reply was lost, this answers the second try
                     done.add(what.name)
                 else:
                     table.store_last(what.slot, befores[what.name])
+                if reply[1] if isinstance(reply, tuple) else reply.code == "NOTFOUND":
+                    self._take_back(what.name)
             rebuilt = table.epoch != epoch
         for name in names:  # one by one what another process changed, and all if a rebuild may have brought them back
             self.published.pop(name, None)
@@ -236,7 +238,7 @@ class Space:
                 failpoint("deleting")
                 self.doomed(row.block)
                 try:
-                    return self._delete_in(row.slot, delete)
+                    return self._delete_in(name, row.slot, delete)
                 except ScriptRefused as refused:
                     self.table.store_last(row.slot, before)
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
@@ -244,17 +246,26 @@ class Space:
                     return self._not_deleted(row, refused)
         return False
 
-    def _delete_in(self, slot: int, delete: Callable[[], int]) -> bool:
+    def _delete_in(self, name: str, slot: int, delete: Callable[[], tuple[int, int]]) -> bool:
         """Run ``delete`` for a slot whose lock is held, again if the registry was rebuilt meanwhile: maybe from a
         header that was not yet known to be a deleted version's, and then the name is there again."""
         for _ in range(_RETRIES_MAX):
             before = self.table.epoch
-            version = self.retry(delete)
+            version, pending = self.retry(delete)
             failpoint("deleted")
             self.table.store_deleted(slot, version)
+            if pending:
+                self._take_back(name)
             if self.table.epoch == before:
                 return True
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
+
+    def _take_back(self, name: str) -> None:
+        """Take back what was prepared of a name that was just deleted; its slot's lock is held. Who publishes it is not
+        at its commit now, or dead: a rebuild must not take that for newer than the delete."""
+        for version, fields, _ in self.retry(lambda: self.registry.versions(name)):
+            if fields["st"] == "p":
+                self.segments.take_back(fields["seg"], int(fields["off"]), version)
 
     def _find_published(self, name: str) -> Published | None:
         """What this process knows of a name that it published last, forgotten with the look."""
@@ -266,8 +277,10 @@ class Space:
         match refused.code:
             case "NOTFOUND" if row.version:  # it was there when the lock was taken: only the reply was lost
                 self.table.store_deleted(row.slot, row.version)
+                self._take_back(row.name)
                 return True
             case "NOTFOUND":
+                self._take_back(row.name)
                 return False
             case "CHANGED":
                 self.table.store(row.slot, int(refused.words[0]))
@@ -333,7 +346,10 @@ def sweep_unfiled(space: Space) -> list[str]:
 
 
 def sweep_client(space: Space, client: str) -> None:
-    """Undo one client slice by slice; each slice may be repeated."""
+    """Undo one client slice by slice; each slice may be repeated. What it prepared and did not commit is taken back
+    first: a rebuild would commit it."""
+    for version, seg, offset in space.registry.own(client):
+        space.segments.take_back(seg, offset, version)
     for _ in range(_SLICES_MAX):
         swept = space.registry.sweep(client, _SLICE)
         failpoint("mid-sweep")

@@ -113,6 +113,7 @@ class Pending:
     reserved: Reserved
     header: BlockHeader
     place: DevicePlace | None = None
+    prepared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +353,10 @@ class TensorWriter:
         for pending in pendings:
             self._seal(pending)
         with space.table.slot_locks((each.reserved.slot, each.name) for each in pendings):
+            for pending in pendings:  # from here on a rebuild commits it: the lost registry may have done so
+                pending.prepared = True
+                self._write(pending, STATE_AT, pack_state(PREPARED))
+            failpoint("prepared")
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
                 replies = space.retry(lambda: space.registry.commit_many(space.client, versions))
@@ -370,7 +375,7 @@ class TensorWriter:
         ]
 
     def _seal(self, pending: Pending) -> None:
-        """Say in the header that the bytes are complete."""
+        """Complete the bytes, and the header but for its state."""
         space, reserved = self._space, pending.reserved
         if pending.place is not None and space.devices is not None:
             space.devices.finish()
@@ -379,12 +384,12 @@ class TensorWriter:
             payload = block[pending.draft.start : pending.draft.start + pending.draft.payload]
             pending.header = replace(pending.header, payload_crc=zlib.crc32(payload.data) or 1)
             self._write(pending, 0, pending.header.pack())
-        self._write(pending, STATE_AT, pack_state(PREPARED))
 
     def _show(self, pending: Pending, done: CommitResult | ScriptRefused) -> None:
         """Say in header and table what the registry did; the slot's lock is held."""
         table, reserved = self._space.table, pending.reserved
         if isinstance(done, ScriptRefused):
+            self._space.segments.take_back(reserved.seg, reserved.offset, reserved.version)
             row = self._space.retry(lambda: self._space.find_row(pending.name))
             if row is not None and row.version and row.slot == reserved.slot:
                 table.store(row.slot, row.version)
@@ -436,6 +441,9 @@ class TensorWriter:
         space, version = self._space, pending.reserved.version
         self.in_flight.discard(version)
         with contextlib.suppress(errors.TensorError, ScriptRefused):
+            for own, seg, offset in space.retry(lambda: space.registry.own(space.client)) if pending.prepared else ():
+                if own == version:  # still this client's alone
+                    space.segments.take_back(seg, offset, version)
             undone = space.retry(lambda: space.registry.abort(space.client, version))
             if undone and pending.ask.direct and not space.leases.has(version):  # no slot ever showed it to others
                 space.retry(lambda: space.registry.reap([version]))

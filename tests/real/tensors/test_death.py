@@ -11,7 +11,7 @@ from tests.real.tensors.crew import DEEP, HOLDING, WAITING, Cases, Crew, clean, 
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
 
-BEFORE_COMMIT = ("joining", "joined", "reserved", "allocated", "copying", "copied", "slot-zero")
+BEFORE_COMMIT = ("joining", "joined", "reserved", "allocated", "copying", "copied", "slot-zero", "prepared")
 AFTER_COMMIT = ("committed", "slot-stored")
 KILLED = -signal.SIGKILL
 

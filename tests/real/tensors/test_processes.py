@@ -22,7 +22,7 @@ from rota.tensors.locks import clients_in
 
 # 6: stopped processes; 8: what a pid does not say
 
-STOPPED = ("joined", "reserved", "allocated", "copying", "copied", "slot-zero", "committed", "slot-stored")
+STOPPED = ("joined", "reserved", "allocated", "copying", "copied", "slot-zero", "prepared", "committed", "slot-stored")
 
 
 @pytest.mark.parametrize("point", STOPPED)

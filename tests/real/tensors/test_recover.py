@@ -116,13 +116,15 @@ def stopped_while_the_registry_dies(home: Path, plane: Plane, actors: Crew, code
     return pid
 
 
-@pytest.mark.parametrize("point", ["reserved", "allocated", "copied", "slot-zero", "committed", "slot-stored"])
+@pytest.mark.parametrize(
+    "point", ["reserved", "allocated", "copied", "slot-zero", "prepared", "committed", "slot-stored"]
+)
 def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or_the_new(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
 ) -> None:
     for _ in cases(5, plane, 2, deep=10):
         writer = stopped_while_the_registry_dies(own_home, plane, actors, "plane.put('w', np.ones(4))", point)
-        assert plane.get("w", as_="numpy")[0] in ((0, 1) if point == "committed" else (point == "slot-stored",))
+        assert plane.get("w", as_="numpy")[0] == (point in ("prepared", "committed", "slot-stored"))
         for name in "xyz":  # maybe in the block that the lost registry had given to the writer
             plane.put(name, np.full(4, 3.0))
         os.kill(writer, signal.SIGCONT)
@@ -130,6 +132,58 @@ def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or
         assert plane.get("w", as_="numpy")[0] == 1
         assert all(plane.get(name, as_="numpy").tolist() == [3.0] * 4 for name in "xyz")
         assert clean(plane)["versions"] == {"ready": 5}
+
+
+def test_what_a_writer_showed_before_it_died_is_current_though_the_registry_was_lost_meanwhile(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    stop_housekeeping(plane)
+    code = """
+        show = plane._writer._show
+        def show_and_die(*what):
+            show(*what)
+            os.kill(os.getpid(), signal.SIGKILL)
+        plane._writer._show = show_and_die
+        plane.put('w', np.ones(4))
+    """
+    for _ in cases(5, plane, 2, deep=10):
+        writer = stopped_while_the_registry_dies(own_home, plane, actors, code, "committed")
+        os.kill(writer, signal.SIGCONT)
+        assert actors.wait(writer) == -signal.SIGKILL, actors.output(writer)
+        assert plane.get("w", as_="numpy")[0] == 1
+        plane._session.sweep()
+        for _ in range(2):
+            assert plane.get("w", as_="numpy")[0] == 1, "older than what was seen"
+            plane._reader.forget()
+            plane.put("x", np.full(4, 7.0))  # in the block of w if that is free
+            assert plane.info("w").step == 1
+            assert plane.fsck()["violations"] == []
+            plane.recover()
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("done", ["delete", "delete_many", "sweep"])
+def test_what_a_dead_writer_had_prepared_does_not_come_back_after_a_delete_or_a_sweep(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases, done: str, published: bool
+) -> None:
+    stop_housekeeping(plane)
+    for _ in cases(5, plane, 1, deep=10):
+        if published:
+            plane.put("w", np.zeros(4))
+        assert actors.run("plane.put('w', np.ones(4))", die_at="prepared") == -signal.SIGKILL
+        match done:
+            case "delete":
+                plane.delete("w", missing_ok=True)
+            case "delete_many":
+                plane.delete_many(["w"], missing_ok=True)
+            case _:
+                plane._session.sweep()
+        kill_server(own_home)
+        rows = [(row.name, row.step) for row in plane.ls() if row.version]
+        assert rows == ([("w", 0)] if published and done == "sweep" else [])
+        assert not rows or plane.get("w", as_="numpy")[0] == 0
+        plane._reader.forget()
+        plane.gc()
 
 
 @pytest.mark.parametrize("point", ["slot-zero", "deleted"])

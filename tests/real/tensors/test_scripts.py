@@ -86,15 +86,21 @@ def content_of_dump(dump: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def open_empty(machine: RedisMachine) -> None:
+    """A namespace with nothing in it, at epoch 1."""
+    machine.wipe()
+    machine.epoch = 1
+    machine.client.call("HSET", f"{machine.prefix}cfg", "filling", "now")
+    machine.run("begin", 1, SLOTS_MAX, 0, 0, "", "now")
+
+
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(call, min_size=5, max_size=40))
 def test_scripts_and_machine_agree_on_every_reply_and_on_what_is_left(
     machine: RedisMachine, calls: list[tuple[Any, ...]]
 ) -> None:
-    machine.wipe()
-    machine.epoch = 1
+    open_empty(machine)
     real, model = Registry(machine), ProtocolMachine()
-    machine.run("begin", 1, SLOTS_MAX, 0, 0, "")
     beside, alone = Driver(real), Driver(Registry(model))
     for each in calls:
         if each[0] == "hold" and each[1] not in model.clients:
@@ -107,9 +113,7 @@ def test_scripts_and_machine_agree_on_every_reply_and_on_what_is_left(
 
 def test_nothing_gets_into_a_registry_while_it_is_wiped(machine: RedisMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a block that a sweep gave back just then stays free in the registry that is built up from the files."""
-    machine.wipe()
-    machine.epoch = 1
-    machine.run("begin", 1, SLOTS_MAX, 0, 0, "")
+    open_empty(machine)
     registry, real, refused = Registry(machine), machine.client.call, list[str]()
     registry.join("a", "{}")
 

@@ -272,7 +272,7 @@ def test_a_whole_step_of_a_newer_epoch_ends_the_parts_of_the_older_one(m: Protoc
 
 def test_deleting_a_name_ends_its_parts(m: ProtocolMachine) -> None:
     part = publish(m, step=1, part=0, world=2)
-    assert m.run("delete", "n", 1, 0, 0, "", 0) == 0
+    assert m.run("delete", "n", 1, 0, 0, "", 0)[0] == 0
     assert (part in m.versions, m.names, m.parts["n"]) == (False, {}, {})
     publish(m, epoch=0, step=1)
 
@@ -351,13 +351,13 @@ def test_a_delete_names_what_it_has_seen_and_spares_what_is_read(m: ProtocolMach
     m.run("get", "r", 1, "n", "")
     assert refused(m, "delete", "n", 1, v, 1, "", 0) == ("LEASED", [])
     pending = reserve(m, step=10, epoch=4, label="a")[0]
-    assert m.run("delete", "n", 1, "", 0, "a", 3) == v
+    assert m.run("delete", "n", 1, "", 0, "a", 3) == [v, 1]
     entry = m.names["n"]
     assert (entry.v, entry.e, entry.s, entry.hist, entry.part_epoch, entry.pend) == (0, 0, 0, [], -1, 1)
     assert refused(m, "delete", "n", 1, "", 0, "", 0) == ("NOTFOUND", [])
     assert m.run("commit", "w", pending)[3] == 1
     m.run("release", "r", v, 1)
-    assert m.run("delete", "n", 1, pending, 1, "", 0) == pending
+    assert m.run("delete", "n", 1, pending, 1, "", 0)[0] == pending
     assert (m.names, m.versions, m.slots_free) == ({}, {}, [1])
 
 
@@ -367,7 +367,7 @@ def test_a_delete_of_an_idle_name_looks_at_every_retained_version(m: ProtocolMac
     b = publish(m, step=2, retain=2)
     assert refused(m, "delete", "n", 1, b, 1, "", 0) == ("LEASED", [])
     m.run("release", "r", a, 1)
-    assert m.run("delete", "n", 1, b, 1, "", 0) == b
+    assert m.run("delete", "n", 1, b, 1, "", 0)[0] == b
     assert m.versions == {}
 
 

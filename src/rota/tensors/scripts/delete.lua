@@ -1,7 +1,7 @@
 -- delete name slot expected idle label epoch: take the name away; readers keep their bytes. `slot` is where the caller
 -- believes the name, and holds the lock of: it may have been deleted and made anew since. `expected` is a version id or ''
 -- (any), `idle` 1 refuses while any lease exists, and a fence on `label` (unless '') refuses an older `epoch`. Prepared
--- parts go too; a pending publish may still create the name anew.
+-- parts go too; a pending publish may still create the name anew. Returns {last version, publishes on their way}.
 if stale() then return refuse('EPOCH') end
 local name, slot, expected = ARGV[3], ARGV[4], ARGV[5]
 local fence = fence_of(ARGV[7])
@@ -23,5 +23,6 @@ call('ZREM', P .. 'evict', name)
 for _, id in ipairs(all) do doom(id) end
 for _, id in ipairs(parts) do abort(id) end
 event('deleted', name, n[1], n[4])
+local pend = call('HGET', P .. 'n:' .. name, 'pend') or '0'
 forget_if_empty(name)
-return n[1]
+return {n[1], pend}

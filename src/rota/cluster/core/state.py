@@ -94,8 +94,7 @@ class Answers:
         """The number of a change of ``ranked``, which is remembered with the one before it of that queue."""
         change = self.changes
         self.changes += 1
-        if len(self.steps) > STEPS_KEPT:
-            del self.steps[next(iter(self.steps))]
+        self.steps.pop(change - STEPS_KEPT, None)
         self.steps[change] = (before, entry, member)
         return change
 
@@ -345,7 +344,8 @@ class State:
         self._list_rank(queue, entry, member)
         txn.did(partial(self._list_rank, queue, entry, not member))
         change = self.answers.step(self.ranked_at.get(queue, -1), entry, member)
-        for path in {queue, queue.partition("/")[0]}:
+        top = queue.partition("/")[0]
+        for path in (queue,) if queue == top else (queue, top):
             txn.put(self.ranked_at, path, change)
 
     def _list_rank(self, queue: str, entry: QueueEntry, member: bool) -> None:

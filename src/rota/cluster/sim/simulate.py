@@ -145,7 +145,7 @@ class Simulation:
         self._borrowed = np.zeros(len(state.queues.rows))
         promised = state.queues.guaranteed[:, GPU]
         self._promised = np.where(promised > 0, promised, UNLIMITED)
-        self._roots = [row for row, queue in enumerate(state.queues.rows) if queue.parent is None]
+        self._roots = np.flatnonzero([queue.parent is None for queue in state.queues.rows])
         self._samples: list[float] = []
         self._whole, self._part = _shares_of(state)
         self._gap_s = self._waiting_s = 0.0

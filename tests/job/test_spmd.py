@@ -172,7 +172,7 @@ def test_a_line_that_a_shell_reads_rightly_is_left_to_it(line: str, n: int) -> N
     assert check(JobSpec(name="j", roles=(role(line, replicas_min=n, replicas_max=n),))) == ()
 
 
-NO_USER = SimpleNamespace(run_as="")
+NO_USER = SimpleNamespace(run_as="", env=())
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def seat_with(setup: str, home: Path) -> Any:
     clock = SystemClock()
     return SimpleNamespace(
         role=role("true", setup=setup), place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock,
-        spec=SimpleNamespace(output="", output_dir="", checkpoint=None, seed=0, run_as=""),
+        spec=SimpleNamespace(output="", output_dir="", checkpoint=None, seed=0, run_as="", env=()),
         marks=ProgressMarks(clock),
     )  # fmt: skip
 

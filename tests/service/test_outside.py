@@ -476,6 +476,44 @@ def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_pa
     with_cli(tmp_path, test)
 
 
+def test_of_two_who_change_the_queues_at_once_the_second_is_refused_and_sees_what_the_first_did(tmp_path: Path) -> None:
+    tree = "- {path: default, weight: WEIGHT}\n- {path: nlp, limit: {gpus: LIMIT}}\n"
+    file = tmp_path / "queues.yaml"
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        async def apply(weight: int, gpus: int, *words: str) -> Done:
+            file.write_text(tree.replace("WEIGHT", str(weight)).replace("LIMIT", str(gpus)))
+            return await ask("queues", "apply", str(file), *words)
+
+        assert (await apply(1, 4)).status == 0
+        planned = await apply(5, 4, "--dry-run")
+        assert "  default weight: 1.0 -> 5.0\nin place of version 2, which local applied" in planned.out
+        assert planned.out.endswith("--if-version 2\n")
+        assert (await service.http.get("/api/v1/queues")).headers["etag"] == '"2"'
+        assert "  nlp limit: 4 GPUs -> 3 GPUs\n" in (await apply(1, 3, "--if-version", "2")).out
+        refused = await apply(5, 4, "--if-version", "2")
+        assert refused.status == 2 and "version 3, applied by local, not" in refused.err
+        assert "since then: nlp limit 4 GPUs -> 3 GPUs" in refused.err and "--if-version 3" in refused.err
+        assert [(one["limit_gpus"], one["weight"]) for one in (await service.get("/queues"))["items"]] == [
+            (None, 1),
+            (3, 1),
+        ]
+        assert (await apply(5, 3, "--if-version", "3")).status == 0
+        at_once = await asyncio.gather(
+            *(
+                service.http.put(
+                    "/api/v1/queues",
+                    json={"queues": [{"path": "default", "weight": weight}, {"path": "nlp"}]},
+                    headers={"If-Match": '"4"'},
+                )
+                for weight in (6, 7, 8)
+            )
+        )
+        assert sorted(one.status_code for one in at_once) == [200, 412, 412]
+
+    with_cli(tmp_path, test)
+
+
 def test_a_path_of_a_queue_that_cannot_be_read_is_one_mistake() -> None:
     with pytest.raises(JobFileError) as refused:
         read_queues("- {path: 'a/'}\n", filename="q.yaml")

@@ -156,6 +156,11 @@ def _send(method: str, path: str, body: Mapping[str, object] | None = None, *, s
     return ApiRequest(method=method, path=API_PATH + path, body=body, safe=safe)
 
 
+def _if_match(version: int | None, request: ApiRequest[Any]) -> ApiRequest[Any]:
+    """The request only for this version; sent again it would meet the next one, which it made itself."""
+    return request if version is None else replace(request, headers={"If-Match": f'"{version}"'}, safe=False)
+
+
 def _fresh_key() -> str:
     return secrets.token_hex(16)  # noqa: TID251 - the user's process, which imports nothing of runtime
 
@@ -375,9 +380,7 @@ class JobApi:
 
         Raises VersionMismatch when the job has another ``version`` than ``if_version``.
         """
-        headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
-        path, body = API_PATH + job_path(job), {"changes": dict(changes)}
-        return ApiRequest(method="PATCH", path=path, body=body, headers=headers, safe=False)
+        return _if_match(if_version, _send("PATCH", job_path(job), {"changes": dict(changes)}, safe=False))
 
     @request
     def mark_node(
@@ -389,11 +392,19 @@ class JobApi:
 
     @request
     def apply_queues(
-        self, queues: Sequence[Mapping[str, object]] | str, *, filename: str = "queues.yaml", dry_run: bool = False
+        self,
+        queues: Sequence[Mapping[str, object]] | str,
+        *,
+        filename: str = "queues.yaml",
+        dry_run: bool = False,
+        if_version: int | None = None,
     ) -> ApiRequest[QueueDiff]:
-        """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
+        """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one.
+
+        Raises VersionMismatch, with what changed since, when the tree has another ``version`` than ``if_version``.
+        """
         tree = {"source": queues, "filename": filename} if isinstance(queues, str) else {"queues": queues}
-        return _send("PUT", "/queues", {**tree, "dry_run": dry_run})
+        return _if_match(if_version, _send("PUT", "/queues", {**tree, "dry_run": dry_run}))
 
     @request
     def nodes(self) -> ApiRequest[NodeList]:

@@ -791,10 +791,13 @@ export interface QueueRow {
   oldest_wait_since: string | null;
 }
 
-/** Every queue, parents first. */
+/** Every queue, parents first; `version` counts the trees that were applied, `by` whom and `at` when. */
 export interface QueueTree {
   api: "rota/v1";
   kind: "QueueTree";
+  version: number;
+  by: string;
+  at: string | null;
   items: QueueRow[];
   next: null;
 }

@@ -235,9 +235,12 @@ class QueueDocument(QueueRow):
 
 
 class QueueTree(Headed):
-    """Every queue, parents first."""
+    """Every queue, parents first; ``version`` counts the trees that were applied, ``by`` whom and ``at`` when."""
 
     kind: Literal["QueueTree"]
+    version: int
+    by: str
+    at: Moment | None
     items: list[QueueRow]
     next: None
 
@@ -253,10 +256,23 @@ class LimitPassed(Closed):
     text: str
 
 
+class QueueChange(Closed):
+    """A field of a queue before and after, in words."""
+
+    queue: str
+    field: str
+    before: str
+    after: str
+
+
 class QueueDiff(Headed):
-    """What replacing the queue tree changes."""
+    """What replacing the queue tree changes; ``version``, ``by`` and ``at`` are of the tree that it replaces."""
 
     kind: Literal["QueueDiff"]
+    version: int
+    by: str
+    at: Moment | None
+    fields: list[QueueChange]
     dry_run: bool
     added: list[str]
     removed: list[str]

@@ -116,6 +116,8 @@ class AppState:
     """Running jobs that may hang, as the watch over their masters last saw it."""
     check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while machines are checked: a second check would slow the first."""
+    tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a tree of queues is written: of two that were made from one version only one is."""
     outlook_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
@@ -248,6 +250,17 @@ def check_live(job: JobHistory) -> None:
     """Raises Conflict for a job that has ended."""
     if job.ended is not None:
         raise Conflict(f"{job.id} has ended: {job.state.value}", state=job.state.value)
+
+
+def versions_of(if_match: str) -> list[str]:
+    """The versions that ``If-Match`` names."""
+    return [one.strip().removeprefix("W/").strip('"') for one in if_match.split(",") if one.strip()]
+
+
+def is_version(version: int, if_match: str) -> bool:
+    """True where ``If-Match`` is empty, or names this version or any."""
+    wanted = versions_of(if_match)
+    return not wanted or "*" in wanted or str(version) in wanted
 
 
 def member_of(job: JobHistory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 from rota.cluster.core.admission import amount
@@ -21,6 +22,7 @@ from rota.service.models.cluster import (
     LimitPassed,
     NodeList,
     NodeRow,
+    QueueChange,
     QueueRow,
     QueueTree,
     UsageHistory,
@@ -32,11 +34,16 @@ from rota.service.models.cluster import (
 from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory
 from rota.service.views.reasons import stated, used_in
+from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.spec.ids import NodeId
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
-from rota.spec.resources import CORES_LABEL, Health, Node, counted
+from rota.spec.resources import CORES_LABEL, Health, Node, Res, counted, format_size
 from rota.spec.states import JobState
+
+CHANGES_NAMED = 5
+"""Changes of a tree of queues that one line names."""
 
 
 def no_usable_node(installation: Installation, unusable: Sequence[Mapping[str, str]]) -> Why | None:
@@ -182,7 +189,41 @@ def queue_tree(installation: Installation) -> QueueTree:
             oldest_wait_since=min((one.since for one in waiting), default=None),
         )
         items.append(row)
-    return document(QueueTree, items=items)
+    return document(QueueTree, installation.trees[-1], items=items)
+
+
+def queue_changes(old: Iterable[Queue], new: Iterable[Queue]) -> list[QueueChange]:
+    """The fields of queues in both trees that differ, by path."""
+    known = {queue.path: queue for queue in old}
+    both = [(known[one.path], one) for one in sorted(new, key=lambda one: one.path) if one.path in known]
+    return [
+        document(QueueChange, queue=queue.path, field=one.name, before=_in_words(was), after=_in_words(value))
+        for before, queue in both
+        for one in fields(Queue)
+        if (was := getattr(before, one.name)) != (value := getattr(queue, one.name))
+    ]
+
+
+def _in_words(value: object) -> str:
+    """A value of a field of a queue."""
+    match value:
+        case None | ():
+            return "none"
+        case Res():
+            sizes = [format_size(value.memory_bytes)] * bool(value.memory_bytes)
+            return ", ".join([counted(value.gpus, "GPU"), *[counted(value.cpus, "CPU")] * bool(value.cpus), *sizes])
+        case _:
+            return json.dumps(codec.to_json_value(value)).strip('"')
+
+
+def tree_difference(old: Sequence[Queue], new: Sequence[Queue]) -> str:
+    """What another tree of queues has otherwise, in a line."""
+    paths, before = {queue.path for queue in new}, {queue.path for queue in old}
+    said = [f"{path} is new" for path in sorted(paths - before)]
+    said += [f"{path} is gone" for path in sorted(before - paths)]
+    said += [f"{one['queue']} {one['field']} {one['before']} -> {one['after']}" for one in queue_changes(old, new)]
+    shown = ", ".join(said[:CHANGES_NAMED]) + (f" and {len(said) - CHANGES_NAMED} more" * (len(said) > CHANGES_NAMED))
+    return shown or "as before"
 
 
 def waiting_in(installation: Installation, queue: str) -> list[JobHistory]:

@@ -17,6 +17,8 @@ from rota.spec.resources import Device, Health, Node
 
 REPLACED_MAX = 100
 """Replaced parts that are remembered, the newest."""
+TREES_MAX = 20
+"""Trees of queues that are remembered, the newest, to say what came between."""
 ACKNOWLEDGED_MAX = 10_000
 """Acknowledged alerts that are remembered, the newest."""
 
@@ -49,6 +51,16 @@ class Acknowledgement:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedTree:
+    """A tree of queues, its ``version`` counted from 1, who applied it and when (empty of the first)."""
+
+    queues: tuple[Queue, ...]
+    version: int = 1
+    by: str = ""
+    at: float | None = None
+
+
 @dataclass(slots=True)
 class Installation:
     """Everything the log says; changed by ``apply`` alone, from one thread."""
@@ -56,7 +68,9 @@ class Installation:
     jobs: dict[JobId, JobHistory] = field(default_factory=dict)
     live: dict[JobId, JobHistory] = field(default_factory=dict)
     nodes: dict[NodeId, NodeStatus] = field(default_factory=dict)
-    queues: tuple[Queue, ...] = (Queue(path=DEFAULT_QUEUE),)
+    trees: deque[AppliedTree] = field(
+        default_factory=lambda: deque([AppliedTree(queues=(Queue(path=DEFAULT_QUEUE),))], maxlen=TREES_MAX)
+    )
     keys: dict[tuple[str, str], JobId] = field(default_factory=dict)
     """By user and key: two users may choose the same one."""
     names: dict[str, int] = field(default_factory=dict)
@@ -68,6 +82,11 @@ class Installation:
     """By the id of the alert."""
     webhooks: dict[str, tuple[e.WebhookSet, int]] = field(default_factory=dict)
     """By id, with the number of the record that made each."""
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """The queues of now."""
+        return self.trees[-1].queues
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a repeated one changes nothing."""
@@ -101,8 +120,9 @@ class Installation:
                 self.nodes[event.node] = replace(gone, marked_at=at, text=event.text)
             case e.NodeMarked() if event.node in self.nodes:
                 self.nodes[event.node] = _marked(self.nodes[event.node], event, at)
-            case e.QueuesChanged():
-                self.queues = tuple(queue_from_json(raw) for raw in event.queues)
+            case e.QueuesChanged(queues=queues, by=by):
+                version, tree = self.trees[-1].version + 1, tuple(queue_from_json(raw) for raw in queues)
+                self.trees.append(AppliedTree(queues=tree, version=version, by=by, at=at))
             case e.EngineStateVolatile():
                 self.engine_volatile = event
             case e.PartReplaced():

@@ -242,6 +242,7 @@ def queues(
     file: Annotated[str, Parameter(help="YAML or JSON: a list of queues.")] = "",
     *,
     dry_run: Annotated[bool, Parameter(help="Only show the changes.")] = False,
+    if_version: Annotated[int | None, Parameter(help="Only if the tree is still this version of --dry-run.")] = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Show the tree of queues, or replace it.
@@ -251,6 +252,8 @@ def queues(
     rota queues
 
     rota queues apply queues.yaml --dry-run
+
+    rota queues apply queues.yaml --if-version 3
     """
     if action and (action != "apply" or not file):
         raise not_understood(["queues", action], {"": "", "apply": "FILE"})
@@ -259,13 +262,21 @@ def queues(
     from rota.service.api import read_file
 
     text = read_file(Path(file), hint="")
-    return flags.answer(lambda client: client.apply_queues(text, filename=file, dry_run=dry_run), _diff_table)
+    return flags.answer(
+        lambda client: client.apply_queues(text, filename=file, dry_run=dry_run, if_version=if_version), _diff_table
+    )
 
 
 def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
     rows = [(name, shortened(diff[name], 20)) for name in ("added", "changed", "removed")]
     if any(text for _, text in rows):
         term.pairs(rows)
+        for one in diff["fields"]:
+            term.line(f"  {one['queue']} {one['field']}: {one['before']} -> {one['after']}")
+        ago = f", which {diff['by']} applied {age(diff['at'])} ago" if diff["at"] else ""
+        term.line(f"in place of version {diff['version']}{ago}")
+        if diff["dry_run"]:
+            term.line(f"to apply it unless they change meanwhile: --if-version {diff['version']}")
     else:
         term.line("nothing changes")
     for one in diff["over"]:

@@ -7,12 +7,12 @@ import inspect
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.state import State
@@ -47,7 +47,7 @@ from rota.service.models.cluster import (
     UsageHistory,
     UsageReport,
 )
-from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live
+from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live, is_version, versions_of
 from rota.service.templates import about, template_files, template_names
 from rota.service.views.alerts import alert_list
 from rota.service.views.cluster import (
@@ -55,15 +55,18 @@ from rota.service.views.cluster import (
     heat_document,
     limits_passed,
     node_list,
+    queue_changes,
     queue_tree,
     removed_holders,
+    tree_difference,
     usage_history,
     usage_report,
 )
+from rota.service.views.installation import AppliedTree
 from rota.service.views.job_history import JobHistory
 from rota.spec import codec
 from rota.spec.codec import JsonObject
-from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
+from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, VersionMismatch, nearest, unknown
 from rota.spec.events import AlertAcknowledged, NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue, queue_from_json
@@ -342,9 +345,14 @@ def _one_node(app: AppState, node: str) -> NodeRow:
 
 
 @router.get("/queues")
-async def queues(app: Parts, caller: Asker) -> Sent[QueueTree]:
-    """The queue tree: guarantee, use and waiting jobs of each queue."""
-    return queue_tree(app.loop.installation)
+async def queues(app: Parts, caller: Asker, response: Response) -> Sent[QueueTree]:
+    """The queue tree: guarantee, use and waiting jobs of each queue.
+
+    ``ETag`` is its version; ``PUT`` with it as ``If-Match`` refuses to undo what another applied since.
+    """
+    tree = queue_tree(app.loop.installation)
+    response.headers["ETag"] = f'"{tree["version"]}"'
+    return tree
 
 
 @router.get("/queues/{path:path}")
@@ -357,7 +365,13 @@ async def queue(path: str, app: Parts, caller: Asker) -> Sent[QueueDocument]:
 
 
 @router.put("/queues")
-async def apply_queues(body: QueuesBody, app: Parts, caller: Asker, note: Note) -> Sent[QueueDiff]:
+async def apply_queues(
+    body: QueuesBody,
+    app: Parts,
+    caller: Asker,
+    note: Note,
+    if_match: Annotated[str, Header(max_length=100)] = "",
+) -> Sent[QueueDiff]:
     """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
 
     ``over`` names those limits: nothing is stopped, and nothing new starts there until less is in use.
@@ -366,7 +380,10 @@ async def apply_queues(body: QueuesBody, app: Parts, caller: Asker, note: Note) 
     """
     given, then = _given_tree(app, body)
     paths = {queue.path for queue in given}
-    old = {queue.path: queue for queue in app.loop.installation.queues}
+    trees = app.loop.installation.trees
+    now = trees[-1]
+    _check_tree(trees, if_match)
+    old = {queue.path: queue for queue in now.queues}
     for path in paths | set(old):
         if old.get(path) != next((queue for queue in given if queue.path == path), None):
             parent = path.rpartition("/")[0]
@@ -378,14 +395,33 @@ async def apply_queues(body: QueuesBody, app: Parts, caller: Asker, note: Note) 
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     if not body.dry_run:
         event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
-        await app.loop.append([event])
+        async with app.tree_lock:
+            _check_tree(app.loop.installation.trees, if_match)
+            await app.loop.append([event])
     return document(
         QueueDiff,
+        now,
+        fields=queue_changes(old.values(), given),
         dry_run=body.dry_run,
         added=sorted(paths - set(old)),
         removed=sorted(set(old) - paths),
         changed=sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
         over=limits_passed(then),
+    )
+
+
+def _check_tree(trees: Sequence[AppliedTree], if_match: str) -> None:
+    """Raises VersionMismatch, with what changed and by whom, where another tree was applied since the named one."""
+    now = trees[-1]
+    if is_version(now.version, if_match):
+        return
+    known = next((one for one in trees if is_version(one.version, if_match)), None)
+    since = "" if known is None else f"; since then: {tree_difference(known.queues, now.queues)}"
+    by = f", applied by {now.by}" if now.by else ""
+    raise VersionMismatch(
+        f"the queues have version {now.version}{by}, not {' or '.join(versions_of(if_match))}{since}",
+        hint=f"look: rota queues apply FILE --dry-run; to apply it in place of that: --if-version {now.version}",
+        version=now.version,
     )
 
 

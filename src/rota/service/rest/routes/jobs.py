@@ -45,7 +45,9 @@ from rota.service.rest.deps import (
     SteeredJob,
     check_attempt,
     check_live,
+    is_version,
     member_of,
+    versions_of,
 )
 from rota.service.views.cluster import no_usable_node
 from rota.service.views.graph import graph_document, trace_document
@@ -438,10 +440,9 @@ async def _wait_while(on: JobAccess, state: JobState) -> None:
 
 def _check_version(job: JobHistory, if_match: str) -> None:
     """Raises VersionMismatch when the job was edited since the version that a caller names."""
-    wanted = [one.strip().removeprefix("W/").strip('"') for one in if_match.split(",") if one.strip()]
-    if wanted and "*" not in wanted and str(job.version) not in wanted:
+    if not is_version(job.version, if_match):
         raise VersionMismatch(
-            f"{job.id} was edited: it has version {job.version}, not {' or '.join(wanted)}",
+            f"{job.id} was edited: it has version {job.version}, not {' or '.join(versions_of(if_match))}",
             hint="look at it again, then repeat the change",
             version=job.version,
         )

@@ -1,4 +1,4 @@
-"""Views whose lease ends with the last of them.
+"""Leases that views hold, each until its last view is gone; ``session`` reports the ends to the registry.
 
 A leased version has one holder a block: a ctypes array over the mapping, or a read-only mmap of its own in sealed mode.
 Every numpy array and torch tensor of that block keeps the holder alive. When the last holder dies, its weak reference

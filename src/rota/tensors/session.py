@@ -1,4 +1,4 @@
-"""Session of a process in a namespace, from joining to leaving: server, folder, client file, housekeeping, forks."""
+"""Session of a process in a namespace, from joining to leaving: client file, the end of leases, housekeeping, forks."""
 
 from __future__ import annotations
 

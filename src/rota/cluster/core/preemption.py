@@ -1,4 +1,4 @@
-"""Preemption: jobs to stop at least cost, reservations of blocked jobs, and tentative holdings."""
+"""Preemption and backfill: jobs to stop at least cost, reservations of blocked jobs, and tentative holdings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in an attempt, as folds: losses, timers, a new master, a stop, the requeue, where the next begins."""
+"""What happens in an attempt, as folds: losses, time limits, a new master, a stop, the requeue, the next start."""
 
 from __future__ import annotations
 

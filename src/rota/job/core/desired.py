@@ -1,4 +1,4 @@
-"""Desired state: the commands that a context asks for, level-triggered, with stable ids; what follows from a state.
+"""Desired state: the commands that a context asks for, level-triggered, with stable ids: starts, stops, timers.
 
 Rules for whoever carries commands out. A command is carried out once per id while it stays wanted, and again after the
 master was restarted. ``StopInstance`` supersedes ``StartInstance`` of the same process, and ``ReleaseGang`` supersedes

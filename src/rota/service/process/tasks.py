@@ -1,4 +1,4 @@
-"""Background tasks of the service: liveness file, supervisor, machines of a given engine, hangs, old logs."""
+"""Background tasks of the service: liveness file, supervisor, machines of an engine, hangs, idle jobs, old logs."""
 
 from __future__ import annotations
 

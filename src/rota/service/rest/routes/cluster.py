@@ -1,4 +1,4 @@
-"""Routes of nodes, queues, reasons, simulations and the service itself."""
+"""Routes of nodes and their drains, queues, reasons, simulations and the service itself."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class Notifier:
                 if self._clock.monotonic_s() - began_s > pause_s:
                     pauses = backoff(*RETRY_S)
                     pause_s = next(pauses)
-                _log.error("webhook %s failed, and waits %.0f s: %r", one, pause_s, error)
+                _log.error("webhook %s failed, and waits %.0f s", one, pause_s, exc_info=error)
             await self._clock.sleep(pause_s)
 
     async def _serve(self, one: str) -> None:

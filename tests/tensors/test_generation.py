@@ -33,6 +33,33 @@ def test_a_lost_registry_leaves_no_slot_that_says_what_is_current_and_forgets_no
     assert table.deleted(1)
 
 
+def test_who_follows_one_that_ended_inside_a_lock_waits_for_what_that_had_sent(tmp_path: Path) -> None:
+    table, waited = GenerationTable(tmp_path / "gen", SystemClock()), list[int]()
+    table.settle = lambda: waited.append(table.current(1))
+    with table.slot_lock(1, "a"):
+        table.store(1, 5)
+        assert table.is_newest(1, 5)
+    with table.slot_lock(1, "a"):
+        table.store_deleted(1, 5)
+    assert waited == []
+    if not (child := os.fork()):
+        with table.slot_lock(1, "a"):
+            table.store_deleted(1, 6)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (table.last(1), table.newest(), table.deleted(1)) == (6, 6, True)
+    for _ in range(2):  # the second has nobody dead before it
+        with table.slot_lock(1, "a"):
+            assert waited == [0]
+            table.store(1, 7)
+    with pytest.raises(Hit), table.slot_locks([(1, "a"), (2, "b")]):
+        raise Hit  # gave up with a command that may not be done
+    with table.slot_lock(1, "a"), table.slot_lock(2, "b"):
+        assert waited == [0, 0, 0]
+        table.store(1, 7)
+    assert table.is_newest(1, 7)
+
+
 class Hit(Exception):
     """What the handler of a signal raises."""
 

@@ -4,7 +4,7 @@ The file ``gen`` holds slots of two 64-bit words, ``(version, last)``. Slot 0 is
 began)``, one further slot belongs to each name. ``version`` is the current version of the name, or 0: ask the
 registry. ``last`` is the newest id that was ever current. Whoever changes a current version does so under the lock of
 its slot: ``version = 0``, script, place, ``last``, ``version``. Death frees the lock and leaves 0, which is slow but
-right.
+right, and a mark in ``last``: who takes the lock next waits first until the registry has done what the dead had sent.
 
 Behind the slots lies for each of them the **place** of one version, in four words ``(version, number of the segment,
 offset, block)``: with it a reader needs no registry. A place never changes for a version, so it is right when its
@@ -40,6 +40,9 @@ _TRIES_AT_ONCE: Final = 16
 _RINGS: Final = 1 << 40
 """Locks of rings are those of bytes that no file has, far behind the slots."""
 _DELETED: Final = 1 << 63
+_INSIDE: Final = 1 << 62
+"""In ``last``: somebody is between the lock of the slot and the answer of the registry, or died or gave up there."""
+_ID: Final = _INSIDE - 1
 _PLACE: Final = struct.Struct("<4Q")
 _PLACES_AT: Final = (SLOTS_MAX + 1) * SLOT_BYTES
 _PLACES_STEP: Final = 2048
@@ -66,6 +69,8 @@ class GenerationTable(LockFile):
         self._allocated = memoryview(self._map)[_PLACES_AT : _PLACES_AT + _PLACE.size].cast("Q")
         """In the place of slot 0: the slots that have a place, if more than the first step have one, and ``fences``."""
         self._stripes = [threading.RLock() for _ in range(2 * _STRIPES)]
+        self.settle: Callable[[], object] = lambda: None
+        """Waits until the registry has done what arrived before: also what a process sent that has died since."""
         self.inside = dict[int, int]()
         """By key, the identity of what this process holds it with; no reference, which would keep it."""
 
@@ -102,11 +107,11 @@ class GenerationTable(LockFile):
 
     def last(self, slot: int) -> int:
         """The newest id that was ever current in this slot, or that was deleted from it."""
-        return self.words[2 * slot + 1] & ~_DELETED
+        return self.words[2 * slot + 1] & _ID
 
     def newest(self) -> int:
         """The newest id that this table has ever shown, of names that are gone too."""
-        return int((np.frombuffer(self.words, np.uint64)[1::2] & np.uint64(_DELETED - 1)).max())
+        return int((np.frombuffer(self.words, np.uint64)[1::2] & np.uint64(_ID)).max())
 
     def deleted(self, slot: int) -> bool:
         """True when the newest id that was ever current was deleted, and none came since."""
@@ -114,7 +119,7 @@ class GenerationTable(LockFile):
 
     def is_newest(self, slot: int, version: int) -> bool:
         """True when nothing was published in, or deleted from, the slot after this version."""
-        return version != 0 and self.words[2 * slot + 1] == version
+        return version != 0 and self.words[2 * slot + 1] & ~_INSIDE == version
 
     def place(self, slot: int, version: int) -> Place | None:
         """Where a version lies that the slot shows; None when the table does not say: the registry knows."""
@@ -139,7 +144,7 @@ class GenerationTable(LockFile):
     def store(self, slot: int, version: int) -> None:
         """Say what is current now; the caller holds the slot's lock."""
         if version >= self.last(slot):  # the same one again: it was not deleted after all
-            self.words[2 * slot + 1] = version
+            self.words[2 * slot + 1] = version | (self.words[2 * slot + 1] & _INSIDE)
         self.words[2 * slot] = version
 
     def try_store(self, slot: int, version: int) -> bool:
@@ -165,7 +170,7 @@ class GenerationTable(LockFile):
     def store_deleted(self, slot: int, version: int) -> int:
         """Mark the slot as empty; the caller holds its lock. Returns the word it had of the newest."""
         before = self.words[2 * slot + 1]
-        self.words[2 * slot + 1] = max(version, self.last(slot)) | _DELETED
+        self.words[2 * slot + 1] = max(version, self.last(slot)) | _DELETED | (before & _INSIDE)
         self.words[2 * slot] = 0
         return before
 
@@ -227,11 +232,11 @@ class GenerationTable(LockFile):
 class _Taken:
     """The locks that a block has of some keys, in their order; ``empty``: of slots, whose versions become 0."""
 
-    __slots__ = ("_acquired", "_empty", "_keys", "_names", "_table", "_wait")
+    __slots__ = ("_acquired", "_empty", "_entered", "_keys", "_names", "_table", "_wait")
 
     def __init__(self, table: GenerationTable, names: Mapping[int, str], empty: bool, wait: bool) -> None:
         self._table, self._names, self._empty, self._wait = table, names, empty, wait
-        self._keys, self._acquired = list(names), list[bool]()
+        self._keys, self._acquired, self._entered = list(names), list[bool](), set[int]()
 
     def take(self) -> None:
         for key in self._keys:
@@ -251,15 +256,23 @@ class _Taken:
         table.inside[key] = id(self)
         table.lock(key, name, wait=self._wait)
         if self._empty:
+            left = table.words[2 * key + 1] & _INSIDE
+            table.words[2 * key + 1] |= _INSIDE
             table.words[2 * key] = 0
             failpoint("slot-zero")
+            if left:  # what the one before sent may still be done, and would undo what is done now
+                table.settle()
+            self._entered.add(key)
 
-    def give_back(self) -> None:
-        """All that is left of them; again after a handler has ended it in the middle."""
+    def give_back(self, *, answered: bool = False) -> None:
+        """All that is left of them; again after a handler has ended it in the middle. ``answered``: nothing that was
+        sent under them is still on its way."""
         table = self._table
         while self._acquired:
             key = self._keys[len(self._acquired) - 1]
             if table.inside.get(key) == id(self):
+                if answered and key in self._entered:
+                    table.words[2 * key + 1] &= ~_INSIDE
                 table.unlock(key)
                 del table.inside[key]
             release = table.stripe(key).release
@@ -293,8 +306,8 @@ class _Held:
             self._taken.give_back()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self._taken.give_back()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._taken.give_back(answered=kind is None)
         self._at_end.close()
 
 

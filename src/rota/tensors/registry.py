@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rota.runtime.clock import Clock
 from rota.runtime.redis.client import Argument, Exchange, RedisClient, RegistryAddress, ReplyError, Script
+from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.core import SLOTS_MAX, Json
 
@@ -210,6 +212,11 @@ class RedisMachine:
         """The epoch of the registry, 0 when it does not know the namespace, and the folder of the memory."""
         epoch, folder = self.client.call("HMGET", self.prefix + "cfg", "epoch", "folder")
         return int(epoch or 0), _text(folder or "")
+
+    def settle(self) -> None:
+        """Wait until all that had arrived is done: the server answers nobody before. One that is lost does no more."""
+        with contextlib.suppress(RegistryUnavailable):
+            self.find_epoch()
 
     def info(self, section: str) -> dict[str, str]:
         """What the server says of itself."""

@@ -159,6 +159,7 @@ class Session:
         table = shared(folder / "gen", GenerationTable, lambda path: GenerationTable(path, clock))
         self._sweeper = shared(folder / "sweeper.lock", LockFile, LockFile)
         self._recover = shared(folder / "recover.lock", LockFile, LockFile)
+        table.settle = self.machine.settle
         client = KEEPER_MARK * keeper + random_source.new_id(96)
         identity = self._identity(client)
         mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses

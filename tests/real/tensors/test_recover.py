@@ -32,7 +32,7 @@ from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors, recovery
 from rota.tensors.api.store import Plane
 from rota.tensors.core import HEADER_BYTES
-from rota.tensors.registry import Row
+from rota.tensors.registry import Registry, Row
 from rota.tensors.segments import STATE_AT
 from rota.tensors.space import Space
 
@@ -338,6 +338,27 @@ def test_a_lease_that_ended_while_the_registry_was_away_does_not_come_back(
     assert plane._session.release_ended() >= 1
     assert plane._space.file.noted() == []
     plane.recover()
+    assert plane.stats()["leases"] == 0
+    cases.done(5, plane)
+
+
+def test_a_lease_that_ends_while_its_client_joins_a_rebuilt_registry_does_not_stay(
+    plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_housekeeping(plane)
+    plane.put("w", np.zeros(4))
+    plane._reader._slots.clear()  # a lease that the registry knows
+    plane.get("w", as_="numpy")
+    join = Registry.join
+
+    def join_late(self: Registry, client: str, identity: str, leases: Any = ()) -> list[int]:
+        plane._reader.forget()
+        assert plane._session.release_ended() == 1  # as the housekeeping thread may
+        return join(self, client, identity, leases)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "join", join_late)
+        plane.recover()
     assert plane.stats()["leases"] == 0
     cases.done(5, plane)
 

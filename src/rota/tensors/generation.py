@@ -41,7 +41,7 @@ _RINGS: Final = 1 << 40
 """Locks of rings are those of bytes that no file has, far behind the slots."""
 _DELETED: Final = 1 << 63
 _INSIDE: Final = 1 << 62
-"""In ``last``: somebody is between the lock of the slot and the answer of the registry, or died or gave up there."""
+"""In ``last``: a process is between the lock of the slot and the answer of the registry, or died or gave up there."""
 _ID: Final = _INSIDE - 1
 _PLACE: Final = struct.Struct("<4Q")
 _PLACES_AT: Final = (SLOTS_MAX + 1) * SLOT_BYTES

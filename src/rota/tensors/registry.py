@@ -214,7 +214,7 @@ class RedisMachine:
         return int(epoch or 0), _text(folder or "")
 
     def settle(self) -> None:
-        """Wait until all that had arrived is done: the server answers nobody before. One that is lost does no more."""
+        """Wait until all that had arrived is done: the server answers no one before. One that is lost does no more."""
         with contextlib.suppress(RegistryUnavailable):
             self.find_epoch()
 

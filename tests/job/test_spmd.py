@@ -66,7 +66,7 @@ def wait_for(what: Callable[[], Any], limit_s: float = 20.0) -> Any:
     [
         ("torchrun --nproc-per-node 2 t.py --lr 1e-3", (*BOOT, "t.py", "--lr", "1e-3"), 2),
         ("torchrun --nproc_per_node=4 --standalone t.py", (*BOOT, "t.py"), 4),
-        ("torchrun --nnodes 1 --rdzv-backend c10d -m pkg.train -x", (sys.executable, "-m", "pkg.train", "-x"), 1),
+        ("torchrun --nnodes 1 --rdzv-backend c10d -m pkg.train -x", (*BOOT, "-m", "pkg.train", "-x"), 1),
         ("torchrun --no-python ./run --a", ("./run", "--a"), 1),
         ("torchrun t.py --name 'a b'", (*BOOT, "t.py", "--name", "a b"), 1),
         ("torchrun --nproc-per-node=\"2\" --rdzv-id 'my run' t.py -x", (*BOOT, "t.py", "-x"), 2),
@@ -74,7 +74,16 @@ def wait_for(what: Callable[[], Any], limit_s: float = 20.0) -> Any:
         ("torchrun '$X y.py'", (*BOOT, "$X y.py"), 1),
         ('torchrun "$X/my dir/t.py"', ("/bin/sh", "-c", f'exec {" ".join(BOOT)} "$X/my dir/t.py"'), 1),
         ("python train.py --x 1", (*BOOT, "train.py", "--x", "1"), 1),
-        ("python -m pkg.train", (sys.executable, "-m", "pkg.train"), 1),
+        ("python train.py --lr=1e-3 --name 'a b'", (*BOOT, "train.py", "--lr=1e-3", "--name", "a b"), 1),
+        ("python3 -u train.py", (sys.executable, "-u", *BOOT[1:], "train.py"), 1),
+        ("python -m pkg.train -x", (*BOOT, "-m", "pkg.train", "-x"), 1),
+        ("python -c 'print(1)'", (sys.executable, "-c", "print(1)"), 1),
+        (
+            'python -u "$X/t.py" --n $N',
+            ("/bin/sh", "-c", f'exec {sys.executable} -u {" ".join(BOOT[1:])} "$X/t.py" --n $N'),
+            1,
+        ),
+        ("python train.py && python -m pkg", ("/bin/sh", "-c", "python train.py && python -m pkg"), 1),
         ("python train.py > out.txt", ("/bin/sh", "-c", "python train.py > out.txt"), 1),
         ("exit 3", ("/bin/sh", "-c", "exit 3"), 1),
     ],
@@ -172,7 +181,7 @@ def test_a_line_that_a_shell_reads_rightly_is_left_to_it(line: str, n: int) -> N
     assert check(JobSpec(name="j", roles=(role(line, replicas_min=n, replicas_max=n),))) == ()
 
 
-NO_USER = SimpleNamespace(run_as="", env=())
+NO_USER = JobSpec(name="j", roles=())
 
 
 @pytest.mark.parametrize(
@@ -233,6 +242,19 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
         for child in (rank, deaf):
             child.kill()
             child.wait()
+
+
+def test_a_module_runs_as_python_runs_it_and_its_error_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "there.py").write_text("WORD = 'said'\n")
+    code = "import sys; from pkg.there import WORD; print(__name__, __spec__.name, sys.argv[1:], WORD); raise ValueError(WORD)"
+    (tmp_path / "pkg" / "train.py").write_text(code)
+    env = {**os.environ, "ROTA_ERROR_FILE": str(tmp_path / "error-0.json")}
+    argv = parse_command(role("python -m pkg.train --lr 1")).argv
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("__main__ pkg.train ['--lr', '1'] said\n", 1), done.stderr
+    found = first_error(tmp_path)
+    assert found is not None and found[0] == "rank 0: ValueError: said"
 
 
 def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
@@ -337,7 +359,7 @@ def seat_with(setup: str, home: Path) -> Any:
     clock = SystemClock()
     return SimpleNamespace(
         role=role("true", setup=setup), place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock,
-        spec=SimpleNamespace(output="", output_dir="", checkpoint=None, seed=0, run_as="", env=()),
+        spec=NO_USER,
         marks=ProgressMarks(clock),
     )  # fmt: skip
 

@@ -14,7 +14,8 @@ _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _LITERAL = re.compile(r"'[^']*'|\\.", re.DOTALL)
 _BACKGROUND = re.compile(r"&&|[<>]&|&>")
 _STARTED = re.compile(r"(?:^|[\s;&|(])(?:\S*/)?torchrun\s|-m\s+torch\.distributed\.(?:run|launch)\b")
-_PYTHON_FLAGS = frozenset({"-u", "-O", "-OO", "-B", "-I", "-E", "-s"})
+PYTHON_SWITCHES = frozenset({"-u", "-O", "-OO", "-B", "-I", "-E", "-s"})
+"""Options of Python without a value, after which its program may stand."""
 ALONE_HINT = (
     "write the torchrun line alone: what comes before it belongs into 'setup', what follows into the script; rota logs"
     " keeps the output of every rank"
@@ -101,7 +102,7 @@ def script_of(run: tuple[str, ...], *, shell: bool) -> str:
         script = line.program if line.python and not line.module else ""
     else:
         words = (plain_words(run[0]) if shell else list(run)) or [""]
-        after = list(dropwhile(_PYTHON_FLAGS.__contains__, words[1:]))
+        after = list(dropwhile(PYTHON_SWITCHES.__contains__, words[1:]))
         script = after[0] if after and words[0].rpartition("/")[2].startswith("python") else ""
     return "" if script.startswith("-") or set(script) & set("$`*?[]{}~") else script
 

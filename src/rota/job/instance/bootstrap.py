@@ -1,7 +1,7 @@
 """First code of a rank's process: stacks on demand, steps and collectives reported, errors to a file; then the script.
 
-``python -m rota.job.instance.bootstrap SCRIPT ARGS...`` runs the script as ``__main__``, with ``sys.argv`` and the
-import path as if it had been started directly.
+``python -m rota.job.instance.bootstrap SCRIPT ARGS...`` runs the script as ``__main__``, and ``-m MODULE ARGS...`` the
+module, with ``sys.argv`` and the import path as if it had been started directly.
 """
 
 from __future__ import annotations
@@ -82,8 +82,13 @@ def main() -> None:
 
         sys.excepthook = record
     del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
     script = Path(sys.argv[0]).absolute()
-    sys.path[0] = str(script.parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -8,11 +8,13 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +34,7 @@ from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import counted
-from rota.spec.torchrun import read_torchrun, shell_operators
+from rota.spec.torchrun import PYTHON_SWITCHES, plain_words, read_torchrun, shell_operators
 
 SETUP_MAX_S = 1800.0
 FETCHES_MAX = 5
@@ -44,7 +46,7 @@ ERROR_FILE_BYTES_MAX = 1 << 20
 WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr in the report of a failed command, and lines of the log in which they are looked for."""
 WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
-_SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
+_PYTHON_LINE = re.compile(rf"python3?\s+((?:(?:{'|'.join(PYTHON_SWITCHES)})\s+)*)(\S.*)", re.DOTALL)
 
 
 class CommandFailed(Exception):
@@ -90,12 +92,10 @@ def parse_command(role: RoleSpec) -> RankCommand:
     bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
     if role.torchrun and not (role.shell and shell_operators(role.run[0])):
         return _torchrun(role, bare=bare)
-    words = _plain_words(role.run[0]) if role.shell else list(role.run)
-    if words is None:
-        return RankCommand(argv=("/bin/sh", "-c", role.run[0]), store=role.meshed)
-    if not words:
+    if not role.shell and not role.run:
         raise BadInput(f"role {role.name!r}: run is empty")
-    return RankCommand(argv=_python(words, bare=bare), store=role.meshed)
+    argv = _shell_line(role.run[0], bare=bare) if role.shell else _words(role.run, bare=bare)
+    return RankCommand(argv=argv, store=role.meshed)
 
 
 def _user_reason(*last: str, other: Reason = Reason.USER_ERROR) -> Reason:
@@ -103,22 +103,31 @@ def _user_reason(*last: str, other: Reason = Reason.USER_ERROR) -> Reason:
     return Reason.OVER_LIMIT if any(os.strerror(errno.EMFILE) in line for line in last) else other
 
 
-def _plain_words(text: str) -> list[str] | None:
-    """The words of a Python line that needs no shell, or None: a shell knows its own commands best."""
-    plain = text.startswith(("python ", "python3 ")) and not set(text) & _SHELL_CHARACTERS
-    return text.split() if plain else None
+def _shell_line(text: str, *, bare: bool) -> tuple[str, ...]:
+    """One Python program starts as in a list, its variables and patterns expanded by a shell; all else is the shell's."""
+    python = _PYTHON_LINE.fullmatch(text.strip())
+    if python is None or shell_operators(text):
+        return ("/bin/sh", "-c", text)
+    if (words := plain_words(text)) is not None:
+        return _words(words, bare=bare)
+    switches, program = python.groups()
+    start = _python(switches.split(), program.split(maxsplit=1)[0].strip("'\""), bare=bare)
+    return ("/bin/sh", "-c", f"exec {shlex.join(start)} {program}")
 
 
-def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
-    """``python script.py ...`` with this interpreter and the bootstrap; any other command as it is.
-
-    The Python of another environment, named by its path, has packages of its own and no bootstrap.
-    """
+def _words(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
+    """A command without a shell. The Python of another environment, named by its path, has no bootstrap."""
     if words[0] not in ("python", "python3", sys.executable):
         return tuple(words)
-    if not bare and len(words) > 1 and words[1].endswith(".py"):
-        return (interpreter(), "-m", "rota.job.instance.bootstrap", *words[1:])
-    return (interpreter(), *words[1:])
+    switches = tuple(takewhile(PYTHON_SWITCHES.__contains__, words[1:]))
+    program = words[1 + len(switches) :]
+    return (*_python(switches, program[0] if program else "", bare=bare), *program)
+
+
+def _python(switches: Sequence[str], program: str, *, bare: bool) -> tuple[str, ...]:
+    """This interpreter, with the bootstrap before a script (``*.py``) or a module (``-m``)."""
+    known = not bare and (program.endswith(".py") or program == "-m")
+    return (interpreter(), *switches, *(("-m", "rota.job.instance.bootstrap") if known else ()))
 
 
 def _torchrun(role: RoleSpec, *, bare: bool) -> RankCommand:
@@ -127,7 +136,7 @@ def _torchrun(role: RoleSpec, *, bare: bool) -> RankCommand:
     except ValueError as error:
         raise BadInput(f"role {role.name!r}: {error}") from None
     module = ("-m",) if line.module else ()
-    started = _python(("python", *module, line.program), bare=bare)[:-1] if line.python else ()
+    started = (*_python((), "-m" if module else line.program, bare=bare), *module) if line.python else ()
     if line.words:
         return RankCommand(argv=(*started, *line.words), local=line.local, store=True)
     text = f"exec {shlex.join(started)} {line.text}"

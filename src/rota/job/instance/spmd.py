@@ -104,7 +104,7 @@ def _user_reason(*last: str, other: Reason = Reason.USER_ERROR) -> Reason:
 
 
 def _shell_line(text: str, *, bare: bool) -> tuple[str, ...]:
-    """One Python program starts as in a list, its variables and patterns expanded by a shell; all else is the shell's."""
+    """One Python program starts as in a list, what a shell expands expanded by one; all else is left to the shell."""
     python = _PYTHON_LINE.fullmatch(text.strip())
     if python is None or shell_operators(text):
         return ("/bin/sh", "-c", text)

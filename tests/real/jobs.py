@@ -90,7 +90,7 @@ class Run:
         self.log.append(events, writer=self.writer, job=self.job)
 
     async def start(self) -> None:
-        self.append(JobSubmitted(spec=self.spec, workdir=str(WORKLOADS)), JobQueued())
+        self.append(JobSubmitted(spec=self.spec, workdir=self.spec.workdir or str(WORKLOADS)), JobQueued())
         await self.admit()
 
     async def admit(self) -> None:

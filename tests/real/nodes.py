@@ -103,7 +103,7 @@ class NodesRun(Run):
     async def start(self) -> None:
         self.began = self.log.last_number()
         self.join(*self.nodes)
-        self.append(JobSubmitted(spec=self.spec, workdir=str(WORKLOADS)), JobQueued())
+        self.append(JobSubmitted(spec=self.spec, workdir=self.spec.workdir or str(WORKLOADS)), JobQueued())
         self.answering = asyncio.get_running_loop().create_task(self._answer(self.began))
         await self.until(lambda: self.events(JobAdmitted))
         await self.start_master()

@@ -64,7 +64,7 @@ def test_groups_of_ended_jobs_are_forgotten_when_none_of_them_ended_for_long(mon
         sizes.append(len(s.taken))
     assert max(sizes) <= 20 and min(sizes[20:]) >= 10
     assert expected(s.taken, ask("next", user="often", est_s=100.0))[0] == 1.0, "who still runs jobs is remembered"
-    assert s.taken["asked",].count == 200
+    assert s.taken["asked",].ended == 200
 
 
 def test_cells_that_are_not_there_are_left_out_in_a_few_trials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -650,7 +650,7 @@ def test_running_jobs_ranked_in_bulk_have_the_rank_of_each_and_the_last_is_the_f
             ]
             rule.victims(s, txn, mine, Fit(), now)
             for row in rows[:1]:
-                s.put(txn, replace(row, phase="stopping"))
+                s.put(txn, row._replace(phase="stopping"))
             rule.victims(s, txn, mine, Fit(), now)
         assert asked == ([[row.ask.id for row in rows], [row.ask.id for row in rows[1:]]] if rows else [])
         found += len(rows)

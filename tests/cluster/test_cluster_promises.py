@@ -300,7 +300,7 @@ def test_the_use_of_a_queue_after_changes_is_that_counted_anew(kind: str | None)
         for _ in range(rng.randint(1, 12)):
             job = rng.choice(jobs)
             row = s.jobs[job]
-            s.put(txn, replace(row, phase="queued" if row.phase == "running" else "running"))
+            s.put(txn, row._replace(phase="queued" if row.phase == "running" else "running"))
             if rng.random() < 0.4:
                 assert leaf_use(s, "q") == counted_anew(s, "q")
             if depth < 3 and rng.random() < 0.2:
@@ -315,5 +315,5 @@ def test_the_use_of_a_queue_after_changes_is_that_counted_anew(kind: str | None)
         assert leaf_use(s, "q") == counted_anew(s, "q")
     with s.txn() as txn:
         for job in jobs:
-            s.put(txn, replace(s.jobs[job], phase="queued"))
+            s.put(txn, s.jobs[job]._replace(phase="queued"))
         txn.keep()

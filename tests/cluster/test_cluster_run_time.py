@@ -132,7 +132,7 @@ def test_a_job_that_is_expected_to_be_over_in_time_passes_before_a_reservation()
         step(s, JobArrived(ask=ask("runs", est_s=1000.0, user="bob")), profile, 0.0)
         held = s.jobs[JobId("runs")]
         with s.txn() as txn:
-            s.put(txn, held.__class__(**{**{k: getattr(held, k) for k in held.__slots__}, "reported_s": 1000.0}))
+            s.put(txn, held._replace(reported_s=1000.0))
             txn.keep()
         step(s, JobArrived(ask=ask("gang", slot(2), at=1.0, est_s=10.0)), profile, 1.0)
         step(s, JobArrived(ask=ask("small", at=2.0, est_s=5000.0, user="ada")), profile, 2.0)

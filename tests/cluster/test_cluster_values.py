@@ -409,8 +409,8 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
         }
         assert all(held[: len(s.jobs[job].held)] == s.jobs[job].held for job, held in more.items())
         assert int(s.dev_milli.sum()) == 2000, "a trial"
-    lent = replace(
-        s.jobs[a], held=(Allocation(0, (0,), 0, 0, 0), Allocation(0, (3,), 0, 0, 0), Allocation(1, (5,), 0, 0, 0))
+    lent = s.jobs[a]._replace(
+        held=(Allocation(0, (0,), 0, 0, 0), Allocation(0, (3,), 0, 0, 0), Allocation(1, (5,), 0, 0, 0))
     )
     with s.txn() as txn:
         for held in lent.held[1:]:
@@ -425,11 +425,11 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
 def test_a_row_knows_its_times_and_its_line() -> None:
     row = LiveJob(ask=ask("a", est_s=100.0, not_before=5.0), back_at=9.0, done_s=30.0, served_s=7.0, started_at=10.0)
     assert (row.left_s, row.begins_at, row.served_by(50.0)) == (70.0, 9.0, 7.0)
-    assert replace(row, done_s=130.0).left_s == 0.0
+    assert row._replace(done_s=130.0).left_s == 0.0
     assert LiveJob(ask=ask("a")).left_s is None
-    assert replace(row, held=(Allocation(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
-    assert replace(row, back_at=1.0).begins_at == 5.0
-    waits = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
+    assert row._replace(held=(Allocation(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
+    assert row._replace(back_at=1.0).begins_at == 5.0
+    waits = row._replace(wait=Wait(reason=Reason.TOPOLOGY))
     assert (
         waits.has_reason(Reason.TOPOLOGY)
         and not waits.has_reason(Reason.TOO_LARGE)
@@ -440,9 +440,9 @@ def test_a_row_knows_its_times_and_its_line() -> None:
     )
     key = line_key(busy)
     assert key == LineKey("q", 70, "u", 0.0, False, busy.ask.shape, avoid=(NodeId("n"),), failover=True)
-    part = replace(busy, ask=replace(busy.ask, part_of=JobId("whole"), spare=True, pinned="rack"))
+    part = busy._replace(ask=replace(busy.ask, part_of=JobId("whole"), spare=True, pinned="rack"))
     assert line_key(part) == key._replace(part_of="whole", pinned="rack")
-    assert line_key(replace(part, ask=replace(part.ask, spare=False))).part_of is None
+    assert line_key(part._replace(ask=replace(part.ask, spare=False))).part_of is None
     place = LineKey("", 0, "", 0.0, True, busy.ask.shape, avoid=(NodeId("n"),), failover=True)
     assert place_key(key) == place and place_key(line_key(part)) == place._replace(pinned="rack")
     assert place_key(key._replace(priority=-3)).priority == -3
@@ -551,8 +551,8 @@ def test_two_that_share_do_not_pay_when_both_together_gain_nothing() -> None:
     assert not LendAndPack(60.0, 0.1).pays(one, other, 70.0)
     assert LendAndPack(60.0, 0.09).pays(one, other, 70.0)
     assert LendAndPack(60.0, 0.1).pays(one, other, 59.0), "not measured for a round"
-    assert LendAndPack(60.0, 0.1).pays(replace(one, rate=None), other, 70.0)
-    assert LendAndPack(60.0, 0.1).pays(one, replace(other, rate=None), 70.0)
+    assert LendAndPack(60.0, 0.1).pays(one._replace(rate=None), other, 70.0)
+    assert LendAndPack(60.0, 0.1).pays(one, other._replace(rate=None), 70.0)
 
 
 # -- what is counted, and who notices ---------------------------------------------------------------------------------

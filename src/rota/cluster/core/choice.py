@@ -182,7 +182,7 @@ def choose(
     order, level = ranked(row.ask.choices, profile.objective, share, delays(state, row)), promise_level(state, row)
     without_room = list[Choice]()
     for choice in order[:-1]:
-        other = replace(row, ask=row.ask.having(choice))
+        other = row._replace(ask=row.ask.having(choice))
         covered = level == UNCOVERED or promise_level(state, other) <= level
         if covered and profile.division.verdict(state, other) is None and (found := fit(other)) is not None:
             return Chosen(choice, found, _why(row.ask, choice, profile.objective, share, without_room))
@@ -230,7 +230,7 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
             continue
         if choice.step_s * (1 + delay(choice)) >= now_s * (1 + now_delay):
             continue
-        grown = replace(row, ask=replace(row.ask, shape=Shape(slots=row.ask.shape.slots * more)))
+        grown = row._replace(ask=replace(row.ask, shape=Shape(slots=row.ask.shape.slots * more)))
         if profile.placer.place(state, txn, grown) is not None:
             return None
         text = f"{more} more instances of {role}, which its next size needs, have no place at once."

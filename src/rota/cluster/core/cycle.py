@@ -232,7 +232,7 @@ class _Pass:
                 found = self.held_back.get(row.ask.id, HeldBack())
                 wait = with_held_back(wait, found, until_round=self.profile.round_s > 0)
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
-                self.state.put(self.txn, replace(row, wait=wait))
+                self.state.put(self.txn, row._replace(wait=wait))
 
     def _because(self, row: LiveJob) -> Wait:
         """The reason behind a "no", and its numbers."""
@@ -400,7 +400,7 @@ class _Pass:
                 self._resize({decision.job: decision.held})
                 continue
             self.decisions.append(decision)
-            self.state.put(self.txn, replace(self.state.jobs[decision.job], phase="stopping"))
+            self.state.put(self.txn, self.state.jobs[decision.job]._replace(phase="stopping"))
             if decision.undone is not None:
                 self.txn.put(self.state.undone, decision.undone, None)
 
@@ -511,7 +511,7 @@ class _Pass:
                 if victim.to and victim.job in self.state.jobs:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
             for job in self.tentative.jobs:
-                self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
+                self.state.put(self.txn, self.state.jobs[job]._replace(phase="paused"))
             profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
             then.spares, then.joins = self.spares, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Phase, Wait
 from rota.cluster.core.run_time import expected, learn, paced
@@ -221,7 +221,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
                 known = LiveJob(ask=ask, likely_s=likely_s, late_s=late_s)
                 if old is not None:
                     wait = old.wait if same else None
-                    known = replace(old, ask=ask, wait=wait, likely_s=likely_s, late_s=late_s)
+                    known = old._replace(ask=ask, wait=wait, likely_s=likely_s, late_s=late_s)
                 state.put(txn, known)
         case NodeChanged(node=node, health=health, devices=devices):
             state.mark(txn, node, health, devices)
@@ -234,12 +234,12 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
         case JobRegained(job=job, held=held) if row is not None and row.held:
             state.resize(txn, job, held)
         case JobMeasured(rate=rate) if row is not None and row.held:
-            state.put(txn, replace(row, rate=rate))
+            state.put(txn, row._replace(rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
         case StopRequested(job=job, final=final, for_job=for_job) if row is not None and row.held:
             for one in state.whole(job):
-                state.put(txn, replace(state.jobs[one], phase="stopping", final=final))
+                state.put(txn, state.jobs[one]._replace(phase="stopping", final=final))
             if for_job:
                 txn.put(state.stopped_for, (job, for_job), now)
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
@@ -248,14 +248,14 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             after = back_at if back_at > now else 0.0
             state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
         case JobSaved(n=n) if row is not None:
-            state.put(txn, paced(replace(row, saved_at=now), n, now))
+            state.put(txn, paced(row._replace(saved_at=now), n, now))
         case DowntimePassed(since=since) if row is not None and row.held:
             away_s = max(0.0, now - max(since, row.started_at))
-            state.put(txn, replace(row, served_s=row.served_s - away_s, done_s=row.done_s - away_s))
+            state.put(txn, row._replace(served_s=row.served_s - away_s, done_s=row.done_s - away_s))
         case JobPaused(paused=paused) if row is not None and not row.held:
-            state.put(txn, replace(row, phase="paused" if paused else "queued"))
+            state.put(txn, row._replace(phase="paused" if paused else "queued"))
         case ReasonGiven(wait=wait) if row is not None and not row.held:
-            state.put(txn, replace(row, wait=wait))
+            state.put(txn, row._replace(wait=wait))
         case JobGone(job=job) if row is not None:
             learn(state.taken, txn, row, now)
             state.drop(txn, job)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +48,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
                 return [*decisions, *(WaitOn(job=job, wait=waits[job]) for job in new)], refused
             refused |= wrong
             for job in wrong:
-                state.put(txn, replace(state.jobs[job], phase="paused"))
+                state.put(txn, state.jobs[job]._replace(phase="paused"))
     raise state.broken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
 
 
@@ -59,7 +58,7 @@ def without_refused(state: State) -> Generator[None]:
     with state.txn() as txn:
         for row in state.waiting_jobs():
             if row.has_reason(Reason.INTERNAL):
-                state.put(txn, replace(row, phase="paused"))
+                state.put(txn, row._replace(phase="paused"))
         yield
 
 

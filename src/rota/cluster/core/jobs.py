@@ -336,9 +336,11 @@ class Wait:
         return value if isinstance(value, int | float) else math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveJob:
-    """One live job: what it asks, what it holds, why it waits. ``held`` is empty exactly while it holds nothing."""
+class LiveJob(NamedTuple):
+    """One live job: what it asks, what it holds, why it waits. ``held`` is empty exactly while it holds nothing.
+
+    A tuple: each event of a job makes a new row, and a frozen dataclass of as many fields takes four times as long.
+    """
 
     ask: JobAsk
     phase: Phase = "queued"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import log
@@ -143,9 +143,9 @@ def paced(row: LiveJob, n: int, now: float) -> LiveJob:
     if not (row.held and row.ask.steps and n):
         return row
     if row.pace is None or n <= row.pace[0]:
-        return replace(row, pace=(n, now))
+        return row._replace(pace=(n, now))
     left_s = max(0, row.ask.steps - n) * (now - row.pace[1]) / (n - row.pace[0])
-    return replace(row, reported_s=row.done_s + now - row.started_at + left_s)
+    return row._replace(reported_s=row.done_s + now - row.started_at + left_s)
 
 
 def learn(book: Book, txn: Txn, row: LiveJob, now: float) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -399,8 +399,7 @@ class State:
         row = self.jobs[job]
         ask = row.ask.having(choice)
         likely_s, late_s = expected(self.taken, ask)
-        row = replace(
-            row,
+        row = row._replace(
             ask=ask,
             phase="running",
             held=held,
@@ -418,7 +417,7 @@ class State:
             self.take(txn, slot, 1)
         self.charge(txn, row, 1)
         if (whole := self.jobs.get(row.ask.part_of or job)) is not None and whole.pace is not None:
-            self.put(txn, replace(whole, pace=None))  # it has another size from now on
+            self.put(txn, whole._replace(pace=None))  # it has another size from now on
         self.put(txn, row)
         for slot in held if row.ask.data else ():
             node = self.nodes[slot.node].id
@@ -431,7 +430,7 @@ class State:
         """Take back what a job holds, if anything; it is queued again with its old queue time, and with ``changes``."""
         row = self.jobs[job]
         self._give_back(txn, row)
-        self.put(txn, replace(row, ask=row.ask.having(None), phase="queued", final=False, held=(), **changes))
+        self.put(txn, row._replace(ask=row.ask.having(None), phase="queued", final=False, held=(), **changes))
 
     def _give_back(self, txn: Txn, row: LiveJob) -> None:
         if row.held:
@@ -476,7 +475,7 @@ class State:
             self.take(txn, slot, 1)
         if len(held) < len(row.held):
             self.memory.gave(txn, None)
-        self.put(txn, replace(row, held=held))
+        self.put(txn, row._replace(held=held))
 
     def drop(self, txn: Txn, job: JobId) -> None:
         """Forget a job that ended, releasing what it held."""
@@ -611,12 +610,12 @@ class State:
     def adopt(self, txn: Txn, old: State, row: LiveJob) -> None:
         """Take over the row of a job from another state of the cluster."""
         held = tuple(moved for slot in row.held if (moved := self._moved(old, slot)) is not None)
-        self.put(txn, replace(row, held=()))
+        self.put(txn, row._replace(held=()))
         if held:
             for slot in held:
                 self.take(txn, slot, 1)
             self.charge(txn, row, 1)
-            self.put(txn, replace(row, held=held))
+            self.put(txn, row._replace(held=held))
 
     def _moved(self, old: State, held: Allocation) -> Allocation | None:
         node = self.node_row.get(old.nodes[held.node].id)

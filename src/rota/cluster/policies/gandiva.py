@@ -345,7 +345,7 @@ class LendAndPack:
                 one = replace(row.ask.shape, slots=row.ask.shape.slots[:1], names=row.ask.shape.names[:1])
                 more = None
                 if len(held[job]) < row.ask.slots_max:
-                    more = placer.place(state, txn, replace(row, ask=replace(row.ask, shape=one)))
+                    more = placer.place(state, txn, row._replace(ask=replace(row.ask, shape=one)))
                 if more is None:
                     del open_ones[job]
                     continue

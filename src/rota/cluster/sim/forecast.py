@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TypedDict
 
@@ -133,7 +133,7 @@ class Forecast:
         self._until, self._profile, self._now, self._wall_max_s = until, deepcopy(profile), now, wall_max_s
         with state.txn() as txn:  # undone at its end
             if instead is not None:
-                state.put(txn, replace(state.jobs[instead.id], ask=instead, wait=None))
+                state.put(txn, state.jobs[instead.id]._replace(ask=instead, wait=None))
             with without_refused(state):
                 self._state = state.copy()
         rows = self._state.jobs

@@ -85,7 +85,9 @@ def test_a_silent_job_is_suspected_in_its_state_and_as_an_alert_until_it_makes_p
 
 def test_a_full_disk_is_shown_again_the_day_after_it_was_acknowledged() -> None:
     def ids(now: float) -> list[str]:
-        found = alert_list(Installation(), now=now, suspicions={}, queues=(), disk=["/ is 97 % full"], jobs=())
+        found = alert_list(
+            Installation(), now=now, suspicions={}, beyond={}, queues=(), disk=["/ is 97 % full"], jobs=()
+        )
         return [one["id"] for one in found["items"]]
 
     assert ids(1000.0) == ids(2000.0) != ids(1000.0 + 86_400.0)
@@ -108,6 +110,32 @@ def test_a_job_whose_master_does_not_answer_does_not_keep_others_from_being_look
         del live[JobId("hello-0")]
 
     with_service(tmp_path, test)
+
+
+def test_a_limit_below_what_a_waiting_job_asks_is_an_alert_until_the_limit_or_the_job_is_changed(
+    tmp_path: Path,
+) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        async def limited(gpus: int) -> list[dict[str, Any]]:
+            tree = [{"path": "default", "limit": {"gpus": gpus}}]
+            assert (await service.http.put("/api/v1/queues", json={"queues": tree})).status_code == 200
+            return (await ask("alerts", "--json")).document["items"]
+
+        holder = (await service.submit("roles: {main: {run: [sleep, '9'], resources: {gpus: 4}}}\nname: holder\n"))[
+            "id"
+        ]
+        await service.until(holder, JobState.ADMITTED)
+        text = "roles: {main: {run: [sleep, '9'], replicas: 2, resources: {gpus: 4}}}\nname: large\n"
+        large = (await service.submit(text))["id"]
+        await service.until(large, JobState.QUEUED)
+        assert await limited(8) == [], "it starts when the other one ends"
+        (alert,) = await limited(6)
+        assert (alert["code"], alert["job"], alert["hint"]) == ("LIMIT_BELOW_JOB", large, f"rota explain {large}")
+        said = f"{large} asks 8 GPUs and starts only with a higher limit: queue default has 6 GPUs"
+        assert alert["text"] == said and said in (await ask("alerts")).out.replace("\n", " ")
+        assert await limited(8) == []
+
+    with_cli(tmp_path, test)
 
 
 def test_an_alert_is_acknowledged_once_and_shown_after_those_that_nobody_has_seen(tmp_path: Path) -> None:

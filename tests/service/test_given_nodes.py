@@ -178,7 +178,7 @@ def test_a_switch_to_pretended_nodes_removes_the_others_and_jobs_leave_them(
         assert [one.reason for one in asked] == [Reason.NODE_REMOVED]
         rows = {one["id"]: one for one in node_list(loop.installation)["items"]}
         assert (rows["local"]["state"], rows["local"]["jobs"]) == ("removed", ["run-1"]) and "other" not in rows
-        alerts = alert_list(loop.installation, now=0.0, suspicions={}, queues=(), disk=(), jobs=())["items"]
+        alerts = alert_list(loop.installation, now=0.0, suspicions={}, beyond={}, queues=(), disk=(), jobs=())["items"]
         assert alerts == [] and removed_holders(loop.installation) == [("local", ["run-1"])]
         assert loop.broken == ()
 

@@ -522,6 +522,13 @@ class State:
         """The first limit that a shape would pass: of the queue or one above it, then of the user there."""
         return self.queues.over_limit(self.used, self.used_by, queue, user, self.queues.need(shape))
 
+    def limits_below(self) -> dict[JobId, OverLimit]:
+        """Waiting jobs that alone ask more than a limit of their queue or user, which was lowered since they came."""
+        nothing, queues = np.zeros_like(self.used), self.queues
+        asks = [row.ask for row in self.waiting_jobs()]
+        found = {ask.id: queues.over_limit(nothing, {}, ask.queue, ask.user, queues.need(ask.shape)) for ask in asks}
+        return {job: over for job, over in found.items() if over is not None}
+
     def waiting_jobs(self) -> list[LiveJob]:
         """Jobs that wait for devices, in no order."""
         return [row for row in self.jobs.values() if row.phase == "queued"]

@@ -1,4 +1,4 @@
-"""Alerts: suspected hangs, recoveries, lost nodes, starving queues, a disk that is nearly full."""
+"""Alerts: suspected hangs, recoveries, lost nodes, starving queues, limits below a job, a disk that is nearly full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from math import inf
 
+from rota.cluster.core.admission import amount
+from rota.cluster.core.capacity import OverLimit
 from rota.service.models.base import document
 from rota.service.models.cluster import AlertList, AlertRow, QueueRow
 from rota.service.views.installation import Installation, NodeStatus
@@ -52,6 +54,7 @@ def alert_list(
     *,
     now: float,
     suspicions: Mapping[JobId, Suspicion],
+    beyond: Mapping[JobId, OverLimit],
     queues: Sequence[QueueRow],
     disk: Iterable[str],
     jobs: Sequence[JobHistory],
@@ -61,7 +64,12 @@ def alert_list(
     ``id`` names an occurrence: an alert that ends and comes again has another one, and no acknowledgement yet.
     That of a disk names the day: a disk that is still full is shown again.
     """
-    found = [*_of_jobs(jobs, suspicions, now), *_of_nodes(installation.nodes.values()), *_of_queues(queues, now)]
+    found = [
+        *_of_jobs(jobs, suspicions, now),
+        *_of_limits(jobs, beyond),
+        *_of_nodes(installation.nodes.values()),
+        *_of_queues(queues, now),
+    ]
     found += [
         _row(f"disk:{now // DAY_S:.0f}", "DISK_NEARLY_FULL", "critical", None, one, hint="rota status") for one in disk
     ]
@@ -103,6 +111,17 @@ def _of_jobs(jobs: Iterable[JobHistory], suspicions: Mapping[JobId, Suspicion], 
         code, severity = ("RECOVERS_OFTEN", "warning") if often else ("RECOVERED", "info")
         id = f"recovered:{job.id}:{len(job.failures)}"
         yield _row(id, code, severity, last.ended_at, text, job=job.id, hint=f"rota failures {job.id}")
+
+
+def _of_limits(jobs: Iterable[JobHistory], beyond: Mapping[JobId, OverLimit]) -> Iterator[AlertRow]:
+    for job in jobs:
+        if (over := beyond.get(job.id)) is None:
+            continue
+        whose = f"user {over.user} in queue {over.queue}" if over.user else f"queue {over.queue}"
+        asks, limit = amount(over.dim, over.asked), amount(over.dim, over.allowed)
+        text = f"{job.id} asks {asks} and starts only with a higher limit: {whose} has {limit}"
+        id = f"limit:{job.id}:{over.queue}:{over.dim}:{over.allowed}"
+        yield _row(id, "LIMIT_BELOW_JOB", "warning", job.waits_at, text, job=job.id, hint=f"rota explain {job.id}")
 
 
 def _of_nodes(nodes: Iterable[NodeStatus]) -> Iterator[AlertRow]:

@@ -102,7 +102,7 @@ def alerts(
     note: Annotated[str, Parameter(help="A note that other users see.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """List what needs a person's attention now: suspected hangs, recoveries, lost nodes, starving queues, a full disk.
+    """List what needs attention now: suspected hangs, recoveries, lost nodes, starving queues, low limits, a full disk.
 
     Examples
     --------

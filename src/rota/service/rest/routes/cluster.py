@@ -7,7 +7,7 @@ import inspect
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Literal
@@ -461,21 +461,22 @@ class AcknowledgeBody(BaseModel):
 
 @router.get("/alerts")
 async def alerts(app: Parts, caller: Asker) -> Sent[AlertList]:
-    """What needs attention now: suspected hangs, recoveries, lost nodes, starving queues, a full disk."""
-    installation = app.loop.installation
+    """What needs attention now: suspected hangs, recoveries, lost nodes, starving queues, low limits, a full disk."""
+    installation, beyond = app.loop.installation, app.loop.scheduler.state.limits_below()
     found = alert_list(
         installation,
         now=app.clock.wall_s(),
         suspicions=app.suspicions,
+        beyond=beyond,
         queues=queue_tree(installation)["items"],
         disk=_disk_warnings(app),
-        jobs=[one for one in installation.jobs.values() if _may_alert(app, one) and caller.reads(one)],
+        jobs=[one for one in installation.jobs.values() if _may_alert(app, one, beyond) and caller.reads(one)],
     )
     return app.redacted(caller, found)
 
 
-def _may_alert(app: AppState, job: JobHistory) -> bool:
-    return bool(job.failures) or job.id in app.suspicions
+def _may_alert(app: AppState, job: JobHistory, beyond: Collection[JobId]) -> bool:
+    return bool(job.failures) or job.id in app.suspicions or job.id in beyond
 
 
 @router.post("/alerts:acknowledge")

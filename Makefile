@@ -15,7 +15,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) 
 PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
 	s,^Installing collected packages.*,  installing what is here now,p'
 
-.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep machines sim mutants bench ui ui-test docs clean
+.PHONY: setup demo check fast-rest fast-web fast-web-2 fast-torch lint style contracts types test real deep machines sim mutants bench ui ui-test docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -36,20 +36,24 @@ demo: setup ## the main job: learns, loses three processes on purpose, heals
 # Whose types are checked: by a quick check those of the strict parts (pyproject.toml), by make test all.
 TYPES = $(shell sed -n 's/^strict = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 
-# The fast tests in three parts side by side with lint: torch is imported by one process and the web stack by
-# two, and none imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores. The
+# The fast tests in four parts side by side with lint: torch is imported by one process and the web stack by two, which
+# take the files of one half of the alphabet each: workers of pytest-xdist would both import all of them, beside a third
+# process. None imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores. The
 # plugin of schemathesis takes half a second to import and serves a slow test alone. Two threads of torch wait for each
 # other where two cores are shared.
 FAST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:schemathesis --ignore-glob='*_real.py' -m "not real and not slow and not gpu"
 TORCH := tests/examples tests/job tests/train
 WEB := tests/service tests/ui
+WEB_1 := $(wildcard tests/service/test_[a-j]*.py)
 
 check: $(VENV)/.setup-dev ## lint, types of the strict parts, imports, fast tests: before every commit
-	@$(MAKE) -kj4 -Otarget --no-print-directory types fast-rest fast-web fast-torch style contracts TYPES="$(TYPES)"
+	@$(MAKE) -kj5 -Otarget --no-print-directory types fast-rest fast-web fast-web-2 fast-torch style contracts TYPES="$(TYPES)"
 fast-torch:
 	@$(FAST) $(TORCH)
 fast-web:
-	@$(FAST) -n 2 --dist loadfile $(WEB)
+	@$(FAST) $(WEB_1)
+fast-web-2:
+	@$(FAST) $(addprefix --ignore=,$(WEB_1)) $(WEB)
 fast-rest:
 	@$(FAST) $(addprefix --ignore=,$(TORCH) $(WEB) tests/real)
 

@@ -71,6 +71,7 @@ def test_scripts_that_fail_do_not_stop_the_others_and_the_exit_status_is_1(tmp_p
     assert [line.split(" | ")[2] for line in shown[-3:]] == ["failed: exit status 2", "failed: exit status 1", "done"]
 
 
+@pytest.mark.slow
 def test_a_ratio_that_became_worse_by_a_third_fails_and_a_smaller_change_does_not(tmp_path: Path) -> None:
     scripts = {"a": HEAD + 'hand_in([Row("get", 2.0, "us", 1.0, "Ray"), Row("put", 9.0, "us", 1.0, "Ray")])'}
     recorded = tmp_path / "ratios.json"

@@ -217,50 +217,55 @@ class Drawn:
 operations = st.lists(
     st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 7), st.integers(0, 11)), min_size=10, max_size=60
 )
+EXAMPLES = [25, pytest.param(1000 if DEEP else 100, marks=pytest.mark.slow)]
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("profile", ["default", "hived", "fifo"])
-@settings(max_examples=1000 if DEEP else 100, deadline=None)
-@given(steps=operations)
-def test_every_drawn_log_leaves_a_state_that_agrees_with_itself_and_replays(
-    profile: str, steps: list[tuple[str, int, int]]
-) -> None:
-    drawn = Drawn(profile)
-    for one in steps:
-        drawn.play(*one)
-    replayed(drawn.log.records, get_profile(profile), requests_of)
-    again = Scheduler(get_profile(profile), requests_of)
-    for record in drawn.log.records:
-        again.apply(record)
-    assert again.decide(drawn.at) == drawn.log.scheduler.decide(drawn.at)
-
-
-@pytest.mark.parametrize("profile", ["default", "hived"])
-@settings(max_examples=1000 if DEEP else 100, deadline=None)
-@given(steps=operations)
-def test_the_state_is_what_was_laid_out_last_and_the_events_since(
-    profile: str, steps: list[tuple[str, int, int]]
-) -> None:
-    mirror = [State(())]
-    lay_out, apply = State.with_cluster, events.apply
-
-    def mirrored_layout(self: State, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
-        new = lay_out(self, nodes, queues)
-        mirror[0] = new.copy()
-        return new
-
-    def mirrored(state: State, event: events.Event, now: float) -> None:
-        apply(state, event, now)
-        apply(mirror[0], event, now)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(State, "with_cluster", mirrored_layout)
-        patched.setattr(events, "apply", mirrored)
+def test_every_drawn_log_leaves_a_state_that_agrees_with_itself_and_replays(profile: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(steps=operations)
+    def agrees(steps: list[tuple[str, int, int]]) -> None:
         drawn = Drawn(profile)
         for one in steps:
             drawn.play(*one)
-            state = drawn.log.scheduler.state
-            assert (mirror[0].digest(), mirror[0].shrunk) == (state.digest(), state.shrunk), one
+        replayed(drawn.log.records, get_profile(profile), requests_of)
+        again = Scheduler(get_profile(profile), requests_of)
+        for record in drawn.log.records:
+            again.apply(record)
+        assert again.decide(drawn.at) == drawn.log.scheduler.decide(drawn.at)
+
+    agrees()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("profile", ["default", "hived"])
+def test_the_state_is_what_was_laid_out_last_and_the_events_since(profile: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(steps=operations)
+    def agrees(steps: list[tuple[str, int, int]]) -> None:
+        mirror = [State(())]
+        lay_out, apply = State.with_cluster, events.apply
+
+        def mirrored_layout(self: State, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
+            new = lay_out(self, nodes, queues)
+            mirror[0] = new.copy()
+            return new
+
+        def mirrored(state: State, event: events.Event, now: float) -> None:
+            apply(state, event, now)
+            apply(mirror[0], event, now)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(State, "with_cluster", mirrored_layout)
+            patched.setattr(events, "apply", mirrored)
+            drawn = Drawn(profile)
+            for one in steps:
+                drawn.play(*one)
+                state = drawn.log.scheduler.state
+                assert (mirror[0].digest(), mirror[0].shrunk) == (state.digest(), state.shrunk), one
+
+    agrees()
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["lost", "removed"])

@@ -149,7 +149,7 @@ def trace(limits: tuple[float, float]) -> list[SimJob]:
     return jobs
 
 
-@pytest.mark.parametrize("limits", [(2.0, 10.0), (1.0, 1.0)])
+@pytest.mark.parametrize("limits", [pytest.param((2.0, 10.0), marks=pytest.mark.slow), (1.0, 1.0)])
 def test_estimates_are_close_and_say_how_sure_they_are(limits: tuple[float, float]) -> None:
     """Jobs that ask 2 to 10 times what they take; ``benchmarks/scheduling.py estimates`` measures it on traces."""
     shown: dict[JobId, tuple[float, Estimate]] = {}

@@ -192,6 +192,7 @@ def test_importing_rota_loads_neither_torch_nor_ray() -> None:
     assert shown.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_what_a_ready_process_has_imported_leaves_the_threads_of_numpy_to_the_job() -> None:
     """NumPy settles them when it is imported, and the share of cores of an instance is set before that."""
     code = f"import importlib, sys; [importlib.import_module(one) for one in {PRELOAD}]; print('numpy' in sys.modules)"

@@ -160,6 +160,7 @@ def test_data_whose_removal_was_killed_is_never_taken_for_the_whole(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once_and_one_that_was_killed_leaves_nothing_that_counts(
     home: Home, source: Path, web: Web
 ) -> None:

@@ -82,6 +82,7 @@ def test_an_endless_line_is_cut_and_signals_are_left_to_the_instance(tmp_path: P
     assert len(pieces) > 1 and "".join(pieces) == "x" * 200_000
 
 
+@pytest.mark.slow
 def test_the_pump_of_an_instance_is_none_of_its_children_so_the_end_of_an_instance_loses_no_last_line(
     tmp_path: Path,
 ) -> None:

@@ -76,9 +76,15 @@ roles:
     ("sets", "loc", "line", "said"),
     [
         (("roles.learner.args.dept=2",), "roles.learner.args.dept", 0, "did you mean 'depth'"),
-        (("roles.learner.args.lr=fast",), "roles.learner.args.lr", 0, "lr is 'fast', and its type is float"),
+        pytest.param(
+            ("roles.learner.args.lr=fast",),
+            "roles.learner.args.lr",
+            0,
+            "lr is 'fast', and its type is float",
+            marks=pytest.mark.slow,
+        ),
         ((), "", 0, ""),
-        (("roles.learner.args={}",), "roles.learner.args", 0, "needs 'lr'"),
+        pytest.param(("roles.learner.args={}",), "roles.learner.args", 0, "needs 'lr'", marks=pytest.mark.slow),
     ],
 )
 def test_arguments_are_held_against_the_constructor_before_devices_are_taken(

@@ -22,6 +22,7 @@ from rota.spec.states import JobState
 WRITE = "if this is meant: python -m tests.service.snapshots --write"
 
 
+@pytest.mark.slow
 def test_every_rest_answer_is_as_stored(tmp_path: Path) -> None:
     differing = files.compare("rest", asyncio.run(files.of_rest(tmp_path / "home")))
     assert not differing, "\n".join([*differing, WRITE])

@@ -125,6 +125,7 @@ def test_typing_counts_as_use_of_a_job_with_an_idle_limit(tmp_path: Path) -> Non
     with_service(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_the_command_types_what_comes_on_its_input_and_ends_as_the_program(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await opened(service)

@@ -342,6 +342,7 @@ def test_replicas_refuse_a_loss_that_leaves_a_parameter_out_before_they_are_upda
     assert both(tmp_path, leave_a_parameter_out) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_draws_of_a_step_survive_a_stop_and_differ_between_replicas(tmp_path: Path) -> None:
     assert both(tmp_path, partial(draw_by_step, tmp_path)) == [0, 0]

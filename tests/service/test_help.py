@@ -20,7 +20,7 @@ assert own_home  # the fixture of every test here, too
 
 TYPED = """squeue launch retry wait open help version sbatch apply attach ssh drain kubectl docker slurm ray scancel
 sinfo sacct scontrol srun salloc qsub qstat qdel submit create delete describe get ls list jobs kill cancel restart
-tail watch monitor whoami config dashboard cordon uncordon edit suspend validate torchrun port-forward
+tail watch monitor whoami config dashboard cordon taint uncordon edit suspend validate torchrun port-forward
 inspect history start"""
 
 
@@ -70,6 +70,8 @@ def test_the_first_screen_has_ten_verbs_and_a_first_job_that_can_be_typed_as_it_
         (["run", "job.yaml", "test", "test"], "see: rota run --help"),
         (["run", "-n", "test", "--gpuz", "1"], "see: rota run --help"),
         (["show", "trainer/0"], "no job 'trainer/0': an id has no '/'\n      the job comes first, then ROLE/N"),
+        (["nodes", "suspect", "r0n0"], "rota nodes suspect r0n0: not understood\n      use: rota nodes drain NODE ..."),
+        (["nodes", "bad", "r0n0"], "rota nodes bad r0n0: not understood\n      use: rota nodes drain NODE ..."),
         (["user", "list"], "rota user list: not understood\n      use: rota user ls"),
         (["nodes", "resume", "n1"], "use: rota nodes undrain NODE"),
         (["nodes", "ls"], "use: rota nodes\n"),

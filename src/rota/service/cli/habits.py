@@ -37,6 +37,7 @@ HABITS: dict[str, str] = {
     "release": "rota resume JOB",
     "drain": "rota nodes drain NODE",
     "cordon": "rota nodes cordon NODE",
+    "taint": "rota nodes drain NODE --reason TEXT",
     "undrain": "rota nodes undrain NODE",
     "uncordon": "rota nodes undrain NODE",
     "node": "rota nodes",

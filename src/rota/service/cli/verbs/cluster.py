@@ -47,7 +47,8 @@ def nodes(
 
     Both drain and cordon keep new work off a node. cordon lets the jobs on it run to their end. drain shows them,
     asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
-    notice is over. undrain and uncordon are the same: the node takes work again.
+    notice is over. undrain and uncordon are the same: the node takes work again. A node that a person finds bad is
+    drained until it is repaired: --notice 0s moves its jobs at once, --reason is shown beside it and to their users.
 
     Examples
     --------

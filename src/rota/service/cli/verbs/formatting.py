@@ -94,7 +94,7 @@ _SAME = (
     {"create", "add", "new", "set", "put", "make"},
     {"show", "describe", "info", "get"},
     {"undrain", "uncordon", "resume", "enable", "return"},
-    {"drain", "disable", "down", "evict"},
+    {"drain", "disable", "down", "evict", "bad", "suspect", "fail", "mark", "taint", "exclude"},
     {"apply", "set", "edit", "update", "replace", "create"},
     {"ack", "acknowledge", "silence", "resolve"},
 )

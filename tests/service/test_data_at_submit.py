@@ -52,6 +52,14 @@ def test_data_that_is_not_there_ends_the_job_before_it_has_devices(tmp_path: Pat
         await service.until("reads-2", JobState.ADMITTED)
         (found,) = (tmp_path / "home" / "cache" / "data").glob("*/a.txt")
         assert found.read_text() == "alpha"
+        await service.submit(JOB.format(url=tmp_path / "none"))
+        job = await service.until("reads-3", JobState.FAILED)
+        said = f"data: {tmp_path}/none does not exist on this machine, where all jobs run"
+        assert (job["reason"], job["error"]["text"]) == ("DATA_UNREACHABLE", said)
+        await service.submit(JOB.format(url=there))
+        await service.until("reads-4", JobState.ADMITTED)
+        await service.submit(JOB.format(url=tmp_path / "made") + "after: [reads-4]\n")
+        await service.until("reads-5", JobState.QUEUED)
         answer = await service.http.post("/api/v1/jobs", json={"source": JOB.format(url="htps://host/x")})
         (problem,) = answer.json()["errors"]
         assert (problem["loc"], problem["line"], problem["code"]) == ("data", 2, "NOT_SUPPORTED")

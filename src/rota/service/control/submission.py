@@ -179,10 +179,21 @@ def check_urls(spec: JobSpec, given: Submission) -> None:
 
 
 async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None:
-    """Why the data that a job names by URL cannot be had, or its output not written to its URL.
+    """Why the data that a job names cannot be had, or its output not written to its URL.
 
-    Data is fetched to this machine where jobs run ``here`` alone.
+    Data of a URL is fetched to this machine where jobs run ``here`` alone, and a folder is looked for here then. A
+    folder that an earlier job may make is not.
     """
+    if (
+        here
+        and spec.data
+        and spec.data.startswith("/")
+        and not spec.after
+        and await asyncio.to_thread(_is_gone, spec.data)
+    ):
+        text = f"{spec.data} does not exist on this machine, where all jobs run"
+        fault = Finding(path=("data",), message=text, code=str(Reason.DATA_UNREACHABLE))
+        return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,))
     asked = (
         ("data", spec.data_url, "fetch" if here else "check", Reason.DATA_UNREACHABLE),
         ("output", spec.output_url, "writable", Reason.OUTPUT_UNREACHABLE),
@@ -196,6 +207,17 @@ async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None
             fault = Finding(path=(field,), message=str(error), code=str(reason))
             return Refused(reason=reason, faults=(fault,), traceback=error.output)
     return None
+
+
+def _is_gone(path: str) -> bool:
+    """True where there is no such file or folder; what this user may not look at may be there."""
+    try:
+        Path(path).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def store_environ(spec: JobSpec, owner: str) -> dict[str, str]:

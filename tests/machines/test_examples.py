@@ -113,7 +113,7 @@ DISTURBED = {
         ("-e", "MM_STEPS=400"), "curve.jsonl", ("--set", "roles.vision.resources.cpus=0.7"), ("vision", "speller")
     ),
     "ppo_cartpole": Example(
-        ("-e", "PPO_STEPS=60"), "result.json", ("--set", "roles.player.resources.cpus=0.7"), ("actor", "critic")
+        ("-e", "PPO_STEPS=200"), "result.json", ("--set", "roles.player.resources.cpus=0.7"), ("actor", "critic")
     ),
     "online_drift": Example(
         ("-e", "DRIFT_HALF=120000"),

@@ -112,6 +112,12 @@ class InstanceConfig:
     user: EventLoopThread
 
 
+def environment_of(config: InstanceConfig) -> dict[str, str]:
+    """The variables of this process for what users' code starts, with those that the job names."""
+    given = (*config.spec.env, *config.role.env)
+    return snapshot({*config.spec.secrets, *(name for name, _ in given)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """One set-up of an instance: its epoch, the size of its mesh and its place in it, the commit that it restores.
@@ -181,7 +187,7 @@ def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
         committed=setup.restore,
         seed=config.spec.seed,
         devices=config.devices,
-        env=snapshot(dict((*config.spec.env, *config.role.env))),
+        env=environment_of(config),
         output_dir=output,
         work_dir=work,
         checkpoint_dir=checkpoints,

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from rota.job.instance.runners import InstanceConfig
+from rota.job.instance.runners import InstanceConfig, environment_of
 from rota.job.rpc.peers import checkpoint_dir
 from rota.runtime import isolation
-from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, snapshot
+from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home
 from rota.runtime.node import NODE_ADDRESS
 from rota.runtime.process import take_lock, try_lock
 
@@ -60,8 +60,7 @@ def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[
 
 def variables(config: InstanceConfig) -> dict[str, str]:
     """The variables of this process, with those of the job, which a process that starts tenants does not have."""
-    given = own_variables(config)
-    return {**snapshot(given), **(given if config.spec.run_as else {})}
+    return {**environment_of(config), **(own_variables(config) if config.spec.run_as else {})}
 
 
 def own_variables(config: InstanceConfig) -> dict[str, str]:

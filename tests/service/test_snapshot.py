@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -199,6 +200,34 @@ def test_a_start_from_a_snapshot_equals_a_replay_at_every_cut(
     every = range(1, len(records) + 1)
     for cut, found, expected in starts(tmp_path_factory.mktemp("home") / "snapshot", records, profile, every):
         assert found == expected, f"cut after {cut} of {len(records)}"
+
+
+ALIKE = [*[("submit", 2, 50)] * 7, ("decide", 0), ("submit", 2, 50)]
+"""More jobs of one shape than there are devices for, and one more."""
+
+
+def write_alike(path: str) -> None:
+    """A snapshot right before the last of the jobs that are alike came."""
+    records, views = played(ALIKE, "default"), fresh()
+    last = next(one.number for one in reversed(records) if isinstance(one.event, JobSubmitted)) - 1
+    views.apply(records[:last])
+    SnapshotFile(path=Path(path), program="this").write(views, records[last - 1])
+
+
+def test_a_start_from_a_snapshot_of_a_process_with_other_hashes_equals_a_replay(tmp_path: Path) -> None:
+    run = "import sys; from tests.service.test_snapshot import write_alike; write_alike(sys.argv[1])"
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    path, root = tmp_path / "snapshot", Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", run, str(path)], cwd=root, env=os.environ | {"PYTHONHASHSEED": seed}, check=True
+    )
+    records, whole, found = played(ALIKE, "default"), fresh(), fresh()
+    number = SnapshotFile(path=path, program="this").restore(found, Rows(records))
+    assert 0 < number < len(records)
+    found.apply(records[number:])
+    whole.apply(records)
+    assert looked_at(found) == looked_at(whole)
+    assert found.scheduler.decide(NOW) == whole.scheduler.decide(NOW)
 
 
 def submitted(home: Path, jobs: int) -> None:

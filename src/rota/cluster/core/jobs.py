@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 from rota.spec.gang import CellLevel, GangRequest
@@ -94,6 +94,10 @@ class Shape:
         if self is other:
             return True
         return isinstance(other, Shape) and self._key == other._key and self.value == other.value
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without what is computed: hashes differ between processes, and a shape that is read is among those known."""
+        return _read, ({one.name: getattr(self, one.name) for one in fields(self)},)
 
     def role(self, slot: int) -> str:
         """Name of the role of a slot, or its number."""
@@ -261,7 +265,15 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
         tied=tuple(tied),
         close=tuple(close),
     )
+    return _known(shape)
+
+
+def _known(shape: Shape) -> Shape:
     return _shapes.setdefault((shape.value, shape.names), shape)
+
+
+def _read(values: Mapping[str, Any]) -> Shape:
+    return _known(Shape(**values))
 
 
 _shapes = WeakValueDictionary[tuple[object, ...], Shape]()

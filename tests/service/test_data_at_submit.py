@@ -14,7 +14,7 @@ from standing import HELLO, Standing, with_service
 from rota.job.core.desired import next_emit
 from rota.runtime.environ import Home
 from rota.service.control import job_files, loop
-from rota.service.control.submission import Submission, check_urls, with_stores
+from rota.service.control.submission import Submission, check_urls, fetch_data, with_stores
 from rota.service.jobfile.reader import read_job
 from rota.spec.commands import Emit
 from rota.spec.errors import JobFileError
@@ -66,6 +66,26 @@ def test_data_that_is_not_there_ends_the_job_before_it_has_devices(tmp_path: Pat
         assert "no store has the scheme 'htps'" in problem["message"] and "'https'" in problem["hint"]
 
     with_service(tmp_path / "home", test)
+
+
+@pytest.mark.parametrize(
+    ("more", "run_as", "refused"),
+    [
+        ("", None, True),
+        ("after: [other]\n", None, False),
+        ("roles: {main: {run: [echo, hi], setup: 'mkdir -p $ROTA_DATA_DIR'}}\n", None, False),
+        ("", "1234:1234", False),
+    ],
+)
+def test_a_folder_is_looked_for_unless_the_job_makes_it_or_runs_as_another_user(
+    tmp_path: Path, more: str, run_as: str | None, refused: bool
+) -> None:
+    """A tenant would learn of any path, whether it is there: the service may look where the tenant may not."""
+    text = f"name: reads\ndata: {tmp_path}/none\n{more}"
+    text += "" if "roles" in more else "roles: {main: {run: [echo, hi]}}\n"
+    spec = replace(read_job(text, filename="job.yaml"), run_as=run_as)
+    found = asyncio.run(fetch_data(spec, "user", here=True))
+    assert (found is not None) == refused
 
 
 OUTPUT = "name: writes\noutput: {url}\nroles: {{main: {{run: [echo, hi], resources: {{gpus: 2}}}}}}\n"

@@ -181,16 +181,9 @@ def check_urls(spec: JobSpec, given: Submission) -> None:
 async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None:
     """Why the data that a job names cannot be had, or its output not written to its URL.
 
-    Data of a URL is fetched to this machine where jobs run ``here`` alone, and a folder is looked for here then. A
-    folder that an earlier job may make is not.
+    Data of a URL is fetched to this machine where jobs run ``here`` alone, and a folder is looked for here then.
     """
-    if (
-        here
-        and spec.data
-        and spec.data.startswith("/")
-        and not spec.after
-        and await asyncio.to_thread(_is_gone, spec.data)
-    ):
+    if here and _looks_for(spec) and await asyncio.to_thread(_is_gone, str(spec.data)):
         text = f"{spec.data} does not exist on this machine, where all jobs run"
         fault = Finding(path=("data",), message=text, code=str(Reason.DATA_UNREACHABLE))
         return Refused(reason=Reason.DATA_UNREACHABLE, faults=(fault,))
@@ -207,6 +200,16 @@ async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None
             fault = Finding(path=(field,), message=str(error), code=str(reason))
             return Refused(reason=reason, faults=(fault,), traceback=error.output)
     return None
+
+
+def _looks_for(spec: JobSpec) -> bool:
+    """Whether its data is a folder that must be there by now, and that its own user may know of.
+
+    What runs before its program may make it: an earlier job, or a setup. Of a job that runs as another user it would
+    tell that one what is there in folders that it may not read.
+    """
+    made = spec.after or any(role.setup for role in spec.roles)
+    return (spec.data or "").startswith("/") and not made and spec.run_as is None
 
 
 def _is_gone(path: str) -> bool:

@@ -510,6 +510,12 @@ def test_of_two_who_change_the_queues_at_once_the_second_is_refused_and_sees_wha
             )
         )
         assert sorted(one.status_code for one in at_once) == [200, 412, 412]
+        trees = [[{"path": "default", "weight": weight}, {"path": "nlp"}] for weight in (11, 12, 13)]
+        at_once = await asyncio.gather(*(service.http.put("/api/v1/queues", json={"queues": one}) for one in trees))
+        said = sorted((one.json() for one in at_once), key=lambda one: one["version"])
+        assert [one["version"] for one in said] == [5, 6, 7], "each names the tree that it replaced"
+        (first,), (second,), (third,) = (one["fields"] for one in said)
+        assert first["after"] == second["before"] and second["after"] == third["before"]
 
     with_cli(tmp_path, test)
 

@@ -378,25 +378,24 @@ async def apply_queues(
 
     A queue-admin may change what is below the own queue, and no more than that.
     """
-    given, then = _given_tree(app, body)
-    paths = {queue.path for queue in given}
-    trees = app.loop.installation.trees
-    now = trees[-1]
-    _check_tree(trees, if_match)
-    old = {queue.path: queue for queue in now.queues}
-    for path in paths | set(old):
-        if old.get(path) != next((queue for queue in given if queue.path == path), None):
-            parent = path.rpartition("/")[0]
-            caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
-    if body.dry_run:
-        note(dry_run=True)
-    used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
-    if used:
-        raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
-    if not body.dry_run:
-        event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
-        async with app.tree_lock:
-            _check_tree(app.loop.installation.trees, if_match)
+    async with app.tree_lock:  # what is answered is of the tree that was replaced, also where two come at once
+        given, then = _given_tree(app, body)
+        paths = {queue.path for queue in given}
+        trees = app.loop.installation.trees
+        now = trees[-1]
+        _check_tree(trees, if_match)
+        old = {queue.path: queue for queue in now.queues}
+        for path in paths | set(old):
+            if old.get(path) != next((queue for queue in given if queue.path == path), None):
+                parent = path.rpartition("/")[0]
+                caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
+        if body.dry_run:
+            note(dry_run=True)
+        used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
+        if used:
+            raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
+        if not body.dry_run:
+            event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
             await app.loop.append([event])
     return document(
         QueueDiff,

@@ -205,8 +205,8 @@ async def fetch_data(spec: JobSpec, owner: str, *, here: bool) -> Refused | None
 def _looks_for(spec: JobSpec) -> bool:
     """Whether its data is a folder that must be there by now, and that its own user may know of.
 
-    What runs before its program may make it: an earlier job, or a setup. Of a job that runs as another user it would
-    tell that one what is there in folders that it may not read.
+    What runs before its program may make it: an earlier job, or a setup. A job that runs as another user would learn
+    what is there in folders that it may not read.
     """
     made = spec.after or any(role.setup for role in spec.roles)
     return (spec.data or "").startswith("/") and not made and spec.run_as is None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
 from test_cluster_live import spec, with_nodes
 
+from rota.cluster.core.capacity import OverLimit, QueueTable
 from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import explain
@@ -227,3 +229,28 @@ def test_no_number_of_instances_is_advised_that_the_mesh_does_not_have(
     assert short is not None
     changes = {one.get("set"): one.get("value") for one in short.nearest}
     assert changes.get("roles.w.replicas") == offered and changes["roles.w.resources.gpus"] == 1
+
+
+@pytest.mark.parametrize("promise", [{"limit": gpus(4)}, {"user_limit": gpus(4)}])
+def test_limits_below_what_waiting_jobs_ask_are_found_once_a_line(
+    promise: dict[str, Res], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many jobs wait: who asks for alerts waits for this in the event loop."""
+    s = state(node("n", 8), queues=(DEFAULT, Queue(path="low", **promise)))
+    for i in range(600):
+        arrived = ask(f"j{i}", slot((2, 8)[i % 2]), queue=("default", "low")[i // 2 % 2], user=f"u{i % 5}", at=i)
+        apply(s, JobArrived(ask=arrived), float(i))
+    looks, whole = list[str](), QueueTable.over_limit
+
+    def counted(table: QueueTable, *given: Any) -> OverLimit | None:
+        looks.append(given[2])
+        return whole(table, *given)
+
+    monkeypatch.setattr(QueueTable, "over_limit", counted)
+    found = s.limits_below()
+    assert found.keys() == {f"j{i}" for i in range(600) if i % 4 == 3}
+    assert {(one.queue, one.asked, one.allowed, one.user is None) for one in found.values()} == {
+        ("low", 8000, 4000, "limit" in promise)
+    }
+    assert all(found[f"j{i}"].user in (None, f"u{i % 5}") for i in range(3, 600, 4))
+    assert len(looks) == len(s.lines) <= 12

@@ -11,6 +11,7 @@ import pytest
 from standing import Standing, with_service
 from test_cli import own_home, with_cli
 
+from rota.cluster.core.capacity import OverLimit
 from rota.service.process.tasks import look_for_hangs
 from rota.service.views.alerts import alert_list, suspicion
 from rota.service.views.installation import Installation
@@ -134,6 +135,20 @@ def test_a_limit_below_what_a_waiting_job_asks_is_an_alert_until_the_limit_or_th
         said = f"{large} asks 8 GPUs and starts only with a higher limit: queue default has 6 GPUs"
         assert alert["text"] == said and said in (await ask("alerts")).out.replace("\n", " ")
         assert await limited(8) == []
+        for _ in range(4):
+            await service.until((await service.submit(text))["id"], JobState.QUEUED)
+        (alert,) = await limited(6)
+        asks = "ask up to 8 GPUs each and start only with a higher limit"
+        said = f"5 jobs (large-1, large-2, large-3 and 2 more) {asks}: queue default has 6 GPUs"
+        assert (alert["job"], alert["text"]) == (large, said)
+        assert await limited(8) == []
+        jobs = [service.app.loop.installation.jobs[JobId(f"large-{n}")] for n in (1, 2)]
+        for second, whose in (("ann", "user ann"), ("bob", "each user")):
+            over = OverLimit(queue="default", dim="gpu", used=0, asked=8000, allowed=6000, user="ann")
+            beyond = {jobs[0].id: over, jobs[1].id: replace(over, user=second)}
+            found = alert_list(Installation(), now=0.0, suspicions={}, beyond=beyond, queues=(), disk=(), jobs=jobs)
+            (alert,) = found["items"]
+            assert alert["text"].endswith(f"(large-1, large-2) {asks}: {whose} in queue default has 6 GPUs")
 
     with_cli(tmp_path, test)
 

@@ -524,10 +524,12 @@ class State:
 
     def limits_below(self) -> dict[JobId, OverLimit]:
         """Waiting jobs that alone ask more than a limit of their queue or user, which was lowered since they came."""
-        nothing, queues = np.zeros_like(self.used), self.queues
-        asks = [row.ask for row in self.waiting_jobs()]
-        found = {ask.id: queues.over_limit(nothing, {}, ask.queue, ask.user, queues.need(ask.shape)) for ask in asks}
-        return {job: over for job, over in found.items() if over is not None}
+        nothing, found = np.zeros_like(self.used), dict[JobId, OverLimit]()
+        for key, line in self.lines.items():  # by line: thousands of jobs wait in few
+            need = self.queues.need(key.shape)
+            if (over := self.queues.over_limit(nothing, {}, key.queue, key.user, need)) is not None:
+                found.update((job, over) for _, job in line)
+        return found
 
     def waiting_jobs(self) -> list[LiveJob]:
         """Jobs that wait for devices, in no order."""

@@ -14,6 +14,7 @@ from rota.service.models.cluster import AlertList, AlertRow, QueueRow
 from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory, culprit_of_recovery
 from rota.spec.codec import JsonObject
+from rota.spec.errors import first_of
 from rota.spec.ids import JobId
 from rota.spec.resources import Health, counted
 from rota.spec.states import JobState
@@ -26,6 +27,8 @@ RECOVERED_S = 3600.0
 """How long a recovery is among the alerts."""
 LOOP_RECOVERIES = 3
 """Recoveries of a job within that time from which on they are a warning."""
+NAMED = 3
+"""Jobs that the alert of a limit names."""
 SEVERITIES = ("critical", "warning", "info")
 
 
@@ -114,14 +117,24 @@ def _of_jobs(jobs: Iterable[JobHistory], suspicions: Mapping[JobId, Suspicion], 
 
 
 def _of_limits(jobs: Iterable[JobHistory], beyond: Mapping[JobId, OverLimit]) -> Iterator[AlertRow]:
+    """One for each limit, however many jobs it is below: with the first of them, and one for all users of a queue."""
+    below: dict[tuple[str, str, int, bool], list[JobHistory]] = {}
     for job in jobs:
-        if (over := beyond.get(job.id)) is None:
-            continue
-        whose = f"user {over.user} in queue {over.queue}" if over.user else f"queue {over.queue}"
-        asks, limit = amount(over.dim, over.asked), amount(over.dim, over.allowed)
-        text = f"{job.id} asks {asks} and starts only with a higher limit: {whose} has {limit}"
-        id = f"limit:{job.id}:{over.queue}:{over.dim}:{over.allowed}"
-        yield _row(id, "LIMIT_BELOW_JOB", "warning", job.waits_at, text, job=job.id, hint=f"rota explain {job.id}")
+        if (over := beyond.get(job.id)) is not None:
+            below.setdefault((over.queue, over.dim, over.allowed, over.user is not None), []).append(job)
+    for (queue, dim, allowed, of_user), found in below.items():
+        job, users = found[0].id, {beyond[one.id].user for one in found}
+        whose = f"queue {queue}"
+        if of_user:
+            whose = f"{f'user {users.pop()}' if len(users) == 1 else 'each user'} in {whose}"
+        most = amount(dim, max(beyond[one.id].asked for one in found))
+        who = f"{job} asks {most} and starts"
+        if len(found) > 1:
+            names = first_of([one.id for one in found], NAMED)
+            who = f"{counted(len(found), 'job')} ({names}) ask up to {most} each and start"
+        text = f"{who} only with a higher limit: {whose} has {amount(dim, allowed)}"
+        id, hint = f"limit:{job}:{queue}:{dim}:{allowed}", f"rota explain {job}"
+        yield _row(id, "LIMIT_BELOW_JOB", "warning", found[0].waits_at, text, job=job, hint=hint)
 
 
 def _of_nodes(nodes: Iterable[NodeStatus]) -> Iterator[AlertRow]:

@@ -160,7 +160,11 @@ class GenerationTable(LockFile):
         """Say what is current in a slot that says nothing. It is asked for under the slot's lock: what was current
         before may have been deleted since. Raises as ``slot_lock``."""
         with _Held(self, {slot: name}):
-            if not self.words[2 * slot] and (version := find_version()):
+            if self.words[2 * slot]:
+                return
+            if self.words[2 * slot + 1] & _INSIDE:  # what the holder before sent is done first, and then answered
+                self.settle()
+            if version := find_version():
                 self.store(slot, version)
 
     def store_last(self, slot: int, word: int) -> None:

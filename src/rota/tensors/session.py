@@ -359,11 +359,14 @@ class Session:
         leases = [(version, seq) for version, seq in self.space.leases.live() if seq]
         found = self.machine.client.call("HKEYS", f"{self.machine.prefix}c:{self.space.client}:o")
         self.space.registry.join(self.space.client, _line(self.space.identity), leases)
+        # Another thread reported these before they were joined.
         if ended := [lease for lease in leases if not self.space.leases.has(lease[0])]:
-            self.space.registry.release(
-                self.space.client, ended
-            )  # another thread reported them before they were joined
+            self.space.registry.release(self.space.client, ended)
         given_up = {int(word) for word in found} - self.writer.in_flight  # of which a header was left
+        if given_up:
+            for version, seg, offset in self.space.registry.own(self.space.client):
+                if version in given_up:
+                    self.space.segments.take_back(seg, offset, version)
         for version in given_up:
             self.space.registry.abort(self.space.client, version)
         failpoint("joined")

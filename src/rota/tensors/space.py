@@ -347,7 +347,8 @@ def sweep_unfiled(space: Space) -> list[str]:
 
 def sweep_client(space: Space, client: str) -> None:
     """Undo one client slice by slice; each slice may be repeated. What it prepared and did not commit is taken back
-    first: a rebuild would commit it."""
+    first: a rebuild would commit it. Before that, what the client had sent is done: its commit may be on its way."""
+    space.table.settle()
     for version, seg, offset in space.registry.own(client):
         space.segments.take_back(seg, offset, version)
     for _ in range(_SLICES_MAX):

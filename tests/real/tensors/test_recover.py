@@ -6,7 +6,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,60 @@ def test_what_a_dead_writer_had_prepared_does_not_come_back_after_a_delete_or_a_
         assert not rows or plane.get("w", as_="numpy")[0] == 0
         plane._reader.forget()
         plane.gc()
+
+
+def test_a_put_that_failed_for_a_registry_that_was_away_does_not_come_back_after_a_delete(
+    own_home: Path, plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_housekeeping(plane)
+    registry = plane._session.space.registry
+
+    def away(*_: object) -> None:
+        raise RegistryUnavailable("away")
+
+    for _ in cases(3, plane, 1):
+        plane.put("w", np.zeros(4), step=100)
+        with monkeypatch.context() as patched:
+            for call in ("commit_many", "abort", "own"):
+                patched.setattr(registry, call, away)
+            with pytest.raises(RegistryUnavailable):
+                plane.put("w", np.ones(4), step=200)
+        plane._session._join()
+        plane.delete("w")
+        plane._reader.forget()
+        kill_server(own_home)
+        assert [row.name for row in plane.ls() if row.version] == []
+
+
+def test_a_version_that_a_dead_writer_committed_while_it_was_swept_is_still_there_after_a_rebuild(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server did what the writer had sent right behind the sweep's question, and answered both together."""
+    stop_housekeeping(plane)
+    registry = plane._session.space.registry
+    code = "plane.put('w', np.full(4, 2.0), step=2)"
+    for _ in cases(3, plane, 1):
+        plane.put("w", np.ones(4), step=1)
+        writer = actors.stopped(actors.start(code, die_at="prepared:1:stop"))
+        [(client, version)] = [(who, one) for who in registry.members("clients") for one, *_ in registry.own(who)]
+        actors.kill(writer)
+        late, ask, answer = [True], plane._session.machine.find_epoch, registry.own
+
+        def arrive(then: Callable[..., Any], *given: Any) -> Any:
+            found = then(*given)
+            if late and late.pop():  # noqa: B023 - called at once
+                plane._session.machine.run("commit", client, version)  # noqa: B023
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(plane._session.machine, "find_epoch", partial(arrive, ask))
+            patched.setattr(registry, "own", partial(arrive, answer))
+            plane._session.sweep()
+        assert plane.get("w", as_="numpy")[0] == 2
+        plane._reader.forget()
+        kill_server(own_home)
+        assert plane.get("w", as_="numpy")[0] == 2
+        plane.delete("w")
 
 
 @pytest.mark.parametrize("point", ["slot-zero", "deleted"])

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.real.tensors.crew import DEEP, Cases, Crew
+from tests.real.tensors.crew import Cases, Crew
 from tests.real.tensors.test_recover import kill_server, own_home, plane
 
 from rota.runtime import environ, process
@@ -164,7 +164,8 @@ class Storm:
 
 
 @pytest.mark.skipif(
-    not DEEP, reason="minutes; with ROTA_DEEP=1. Not all it finds is repaired: tensors-acceptance.md, Open"
+    "ROTA_STORM" not in os.environ,
+    reason="minutes; with ROTA_STORM=1. Not all it finds is repaired: tensors-acceptance.md, Open",
 )
 def test_nothing_is_torn_stale_or_left_after_a_storm_of_faults(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, tmp_path: Path

@@ -257,6 +257,22 @@ def test_a_module_runs_as_python_runs_it_and_its_error_is_written_down(tmp_path:
     assert found is not None and found[0] == "rank 0: ValueError: said"
 
 
+@pytest.mark.parametrize("program", [("late.py",), ("-m", "late")])
+def test_a_thread_that_outlives_its_script_still_has_the_names_of_main(
+    tmp_path: Path, program: tuple[str, ...]
+) -> None:
+    (tmp_path / "late.py").write_text(
+        "import pickle, threading\n"
+        "class Here: pass\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    print(pickle.loads(pickle.dumps(Here())).__class__)\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    done = subprocess.run((*BOOT, *program), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "<class '__main__.Here'>\n", done.stderr
+
+
 def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
     for rank, text in enumerate(("7 40 61 all_reduce", "7 39 60 ", "0 -1 0 ", "")):
         (tmp_path / f"progress-{rank}").write_text(text)

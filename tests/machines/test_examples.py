@@ -125,7 +125,7 @@ DISTURBED = {
     "sft_stdlib": Example(
         ("--set", "roles.train.replicas=2", "--set", "roles.train.resources.cpus=0.6"),
         "result.json",
-        ("--set", "roles.train.replicas=3", "-e", "ROTA_GLOBAL_BATCH=1023"),
+        ("--set", "roles.train.replicas=3", "--set", "roles.train.env.ROTA_GLOBAL_BATCH=1023"),
         steps="worlds.txt",
     ),
 }

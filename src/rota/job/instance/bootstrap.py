@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import threading
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,16 +82,30 @@ def main() -> None:
             show(kind, error, trace)
 
         sys.excepthook = record
-    del sys.argv[0]
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    become(sys.argv[1:])
+
+
+def become(argv: list[str]) -> None:
+    """Run a script, or ``-m MODULE``, in the one ``__main__`` of this process, as Python does: threads outlive it."""
+    names = vars(sys.modules["__main__"])
+    for name in names.keys() - {"__name__", "__builtins__"}:
+        del names[name]
+    if argv[0] == "-m":
+        if len(argv) == 1:
+            sys.exit("Argument expected for the -m option")
+        sys.argv[:] = argv[1:]
+        runpy._run_module_as_main(argv[1])  # pyright: ignore[reportAttributeAccessIssue] - python -m calls it
         return
-    script = Path(sys.argv[0]).absolute()
+    sys.argv[:] = argv
+    script = Path(argv[0]).absolute()
     if not sys.flags.safe_path:
         sys.path[0] = str(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
+    loader = SourceFileLoader("__main__", str(script))
+    names |= {"__file__": str(script), "__loader__": loader, "__spec__": None, "__package__": None, "__doc__": None}
+    exec(loader.source_to_code(loader.get_data(str(script)), str(script)), names)  # noqa: S102 - the user's own script
 
 
 if __name__ == "__main__":
-    main()
+    from rota.job.instance.bootstrap import main as start  # not this module, whose names the script replaces
+
+    start()

@@ -199,7 +199,10 @@ def test_only_what_has_ranks_gets_the_variables_of_torchrun(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     seat: Any = SimpleNamespace(
-        role=role(line, **fields), id=InstanceId(RoleName("main"), 0), place=SimpleNamespace(job="j-1"), spec=NO_USER
+        role=role(line, **fields),
+        id=InstanceId(RoleName("main"), 0),
+        place=SimpleNamespace(home="/h", job="j-1"),
+        spec=NO_USER,
     )
     given = Setup(epoch=Epoch(1), world=1, restore=0)
     env = spmd.rank_environment(seat, given, parse_command(seat.role), 0, "", Path("/w"))

@@ -85,6 +85,32 @@ def test_stop_tree_ends_children_that_left_the_process_group() -> None:
         assert not process.is_alive(grandchild)
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_what_a_shell_runs_ends_by_itself_when_the_tree_is_stopped_in_turn(tmp_path: Path, in_turn: bool) -> None:
+    """Two shells, each above a program that saves at SIGTERM and whose own child would be lost with it."""
+    (tmp_path / "save.py").write_text(
+        "import pathlib, signal, subprocess, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(0.3)\n"
+        "    pathlib.Path(sys.argv[1]).write_text(str(worker.poll()))\n"
+        "    sys.exit()\n"
+        "worker = subprocess.Popen(['sleep', '600'])\n"
+        "signal.signal(15, save)\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    line = f"{sys.executable} save.py saved; true"
+    with subprocess.Popen(["/bin/sh", "-c", f"sh -c '{line}'; true"], stdout=subprocess.PIPE, cwd=tmp_path) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        below = process.descendants(identity(child))
+        since = time.monotonic()
+        assert process.stop_tree(identity(child), grace_s=WAIT_S, in_turn=in_turn) == ()
+        assert time.monotonic() - since < WAIT_S, "it ends as soon as all have"
+        assert len(below) == 3 and not any(map(process.is_alive, below))
+    saved = tmp_path / "saved"
+    assert (saved.read_text() if saved.exists() else "") == ("None" if in_turn else "")
+
+
 def test_a_spawned_child_is_recorded_and_adopted_by_whoever_reads_the_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     child = process.spawn(Spawn(command=SLEEP, env={"MARK": "x", "HOME": None}), name="sleeper", run=run)

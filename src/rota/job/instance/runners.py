@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import inspect
 import socket
@@ -115,7 +116,15 @@ class InstanceConfig:
 def environment_of(config: InstanceConfig) -> dict[str, str]:
     """The variables of this process for what users' code starts, with those that the job names."""
     given = (*config.spec.env, *config.role.env)
-    return snapshot({*config.spec.secrets, *(name for name, _ in given)})
+    own = snapshot({*config.spec.secrets, *(name for name, _ in given)})
+    return {"RAY_TMPDIR": str(ray_folder(config)), **own}
+
+
+def ray_folder(config: InstanceConfig) -> Path:
+    """Where a Ray that the command starts has its files. In one that jobs share, ``ray.init()`` would join the Ray of
+    another job. Its sockets have at most 107 letters, so it is not in the folder of the job."""
+    mark = hashlib.sha256(f"{config.place.home} {config.place.job} {config.id}".encode()).hexdigest()[:8]
+    return Path(f"/tmp/rota-{mark}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

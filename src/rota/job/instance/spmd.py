@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 from rota.job.health.stacks import of_the_job
 from rota.job.instance import tenant
-from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store
+from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store, ray_folder
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
@@ -240,6 +241,7 @@ class CommandRunner:
                 follow.cancel()
                 await asyncio.gather(follow, return_exceptions=True)
                 await self._end_children(DISSOLVE_GRACE_S)
+        await asyncio.to_thread(shutil.rmtree, ray_folder(self._config), ignore_errors=True)
 
     async def _spawn(self, env: dict[str, str]) -> asyncio.subprocess.Process:
         try:
@@ -381,7 +383,7 @@ async def _started(*argv: str, env: Mapping[str, str] | None = None) -> asyncio.
 async def _end(child: asyncio.subprocess.Process, grace_s: float) -> int:
     """End a child and all below it; returns its status, as of one that had ended by itself."""
     if child.returncode is None and (found := process.identify(child.pid)):
-        await asyncio.to_thread(process.stop_tree, found, grace_s=grace_s)
+        await asyncio.to_thread(process.stop_tree, found, grace_s=grace_s, in_turn=True)
     return await child.wait()
 
 

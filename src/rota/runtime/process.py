@@ -266,10 +266,6 @@ def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
     return tuple(found.values())
 
 
-def _children(process: ProcessId) -> tuple[ProcessId, ...]:
-    return tuple(found for pid in children_of(process.pid) if (found := identify(pid)))
-
-
 def stop(process: ProcessId, *, grace_s: float, kill_s: float = KILL_S) -> bool:
     """SIGTERM, then SIGKILL when it still runs after ``grace_s``; True when it is gone within ``kill_s`` more."""
     if grace_s > 0 and send_signal(process, signal.SIGTERM):
@@ -282,18 +278,12 @@ def stop(process: ProcessId, *, grace_s: float, kill_s: float = KILL_S) -> bool:
 def stop_tree(process: ProcessId, *, grace_s: float, in_turn: bool = False) -> tuple[ProcessId, ...]:
     """Stop a process and everything below it; returns what still runs ``KILL_S`` after the last SIGKILL.
 
-    With ``in_turn`` its children get SIGTERM when it has ended, theirs after them, all within ``grace_s``: a shell ends
-    at once and passes no signal on.
+    With ``in_turn`` those below get SIGTERM too, each when those above it have ended, all within ``grace_s``: a shell
+    ends at once and passes no signal on.
     """
     below, until_s = descendants(process), time.monotonic() + grace_s
-    children = _children(process) if in_turn else ()
-    stop(process, grace_s=grace_s)
-    while children and (left_s := until_s - time.monotonic()) > 0:
-        under = tuple(one for child in children for one in _children(child))
-        for child in children:
-            if send_signal(child, signal.SIGTERM):
-                send_signal(child, signal.SIGCONT)
-        children = () if wait_gone(children, left_s) else under
+    for each in (process, *(below if in_turn else ())):
+        stop(each, grace_s=until_s - time.monotonic())
     left = tuple({*below, *(p for known in below for p in descendants(known))})
     for each in left:
         send_signal(each, signal.SIGKILL)

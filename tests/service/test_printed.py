@@ -157,7 +157,7 @@ def test_values_of_an_event_are_not_printed_as_python() -> None:
 
 @pytest.mark.parametrize(
     ("restore", "lost", "source", "shown"),
-    [(0, 0, "", ("its start", None)), (0, 3, "", ("its start", 3)), (5, 0, "", (5, 0)), (5, 2, "m1", ("5 (m1)", 2))],
+    [(0, 0, "", ("no commit", None)), (0, 3, "", ("no commit", 3)), (5, 0, "", (5, 0)), (5, 2, "m1", ("5 (m1)", 2))],
 )
 def test_a_recovery_of_a_job_without_commits_is_told_as_a_new_start_and_not_as_one_that_lost_nothing(
     restore: int, lost: int, source: str, shown: tuple[object, object]

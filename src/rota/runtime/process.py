@@ -255,12 +255,10 @@ def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
     """Every running process below this one, children before grandchildren; empty when it is gone."""
     if not is_alive(process):
         return ()
-    found = dict[int, ProcessId]()
-    pending = [process.pid]
+    found, pending = dict[int, ProcessId](), [process.pid]
     while pending:
         for child in children_of(pending.pop()):
-            identity = identify(child)
-            if identity is not None and child not in found:
+            if (identity := identify(child)) is not None and child not in found:
                 found[child] = identity
             pending.append(child)
     return tuple(found.values())
@@ -278,9 +276,7 @@ def stop(process: ProcessId, *, grace_s: float, kill_s: float = KILL_S) -> bool:
 def stop_tree(process: ProcessId, *, grace_s: float, in_turn: bool = False) -> tuple[ProcessId, ...]:
     """Stop a process and everything below it; returns what still runs ``KILL_S`` after the last SIGKILL.
 
-    With ``in_turn`` those below get SIGTERM too, each when those above it have ended, all within ``grace_s``: a shell
-    ends at once and passes no signal on.
-    """
+    With ``in_turn`` those below get SIGTERM when those above have ended, within ``grace_s``: a shell passes none on."""
     below, until_s = descendants(process), time.monotonic() + grace_s
     for each in (process, *(below if in_turn else ())):
         stop(each, grace_s=until_s - time.monotonic())

@@ -151,7 +151,7 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
     On a given engine it ends what the jobs of this home have there; ``text`` names what could not be ended.
     ``jobs``: with ``leave`` those that run save and are queued again, and all continue at the next ``up``; with
     ``cancel`` they are stopped first, those that wait too. ``force`` asks no job and waits for nothing: they continue
-    from their last commit. Returns what was ended, the jobs that are left by state, and what could not be ended.
+    from what they have on disk. Returns what was ended, the jobs that are left by state, and what could not be ended.
     """
     home, grace_s = Home.of(settings.home), 0.0 if force else STOP_GRACE_S
     if not home.root.exists():  # removed under what may still run

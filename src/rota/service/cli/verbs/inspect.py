@@ -184,7 +184,7 @@ def _level(item: Mapping[str, Any]) -> str:
 
 def _restored(item: Mapping[str, Any]) -> object:
     if item.get("restore") == 0:
-        return "its start"
+        return "no commit"  # a script may have found files of its own
     return f"{item['restore']} ({item['restored_from']})" if item.get("restored_from") else item.get("restore")
 
 

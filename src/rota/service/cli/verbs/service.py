@@ -84,7 +84,7 @@ def down(
         "leave"
     ),
     yes: Annotated[bool, Parameter(help="Cancel without a prompt.")] = False,
-    force: Annotated[bool, Parameter(help="Wait for no job: those that run continue from their last commit.")] = False,
+    force: Annotated[bool, Parameter(help="Wait for no job to save; state that is in memory alone is lost.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """End the service of this machine with everything it started; on a machine that joined another, leave that.

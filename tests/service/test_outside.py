@@ -489,6 +489,7 @@ def test_of_two_who_change_the_queues_at_once_the_second_is_refused_and_sees_wha
         planned = await apply(5, 4, "--dry-run")
         assert "  default weight: 1.0 -> 5.0\nin place of version 2, which local applied" in planned.out
         assert planned.out.endswith("--if-version 2\n")
+        assert (await apply(1, 4)).status == 0, "the same once more is no change, and so no version"
         assert (await service.http.get("/api/v1/queues")).headers["etag"] == '"2"'
         assert "  nlp limit: 4 GPUs -> 3 GPUs\n" in (await apply(1, 3, "--if-version", "2")).out
         refused = await apply(5, 4, "--if-version", "2")

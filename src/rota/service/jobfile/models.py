@@ -272,7 +272,8 @@ class RolePart(Part):
         "arguments of the constructor of the class, by name"
     )
     run: Annotated[tuple[Annotated[str, Text(literal=True)], ...], Several(single=True, kept=True)] = optional(
-        "a command: a text goes through `sh` (`[bash, -c, ...]` for another shell), a list does not; a torchrun line becomes its ranks"
+        "a command: a text goes through `sh` (`[bash, -c, ...]` for another shell), a list does not; a torchrun line"
+        " becomes its ranks"
     )
     setup: Word = optional("shell command before the first start of an instance on a node")
     replicas: ReplicasPart = optional("instances; elastic if min < max", default="1, or product of `mesh`")

@@ -394,7 +394,7 @@ async def apply_queues(
         used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
         if used:
             raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
-        if not body.dry_run and old != {queue.path: queue for queue in given}:  # what changes nothing is no version
+        if not body.dry_run and old != {queue.path: queue for queue in given}:  # the same tree makes no version
             event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
             await app.loop.append([event])
     return document(

@@ -145,6 +145,7 @@ def test_explain_of_a_planned_job_says_where_its_shape_lies_and_what_the_others_
         found = await service.get("/jobs/trains-1/explain")
         runs, *others = sorted(found["plans"], key=lambda row: not row["current"])
         assert (runs["role"], runs["replicas"], runs["current"]) == ("main", 4, True), "nothing else waits"
+        assert (await service.get("/jobs/trains-1"))["gpus"] == 4, "what it holds, not the fewest it asked for"
         [node] = found["placement"]["nodes"]
         other = others[0]
         assert 0 < runs["step_s"] < other["step_s"], "a size that is no faster has no plan"

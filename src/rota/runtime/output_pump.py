@@ -2,8 +2,9 @@
 
 A program of its own, started with ``python -I -S`` (15 ms, 8 MB): what an instance wrote before a kill -9 or an abort
 is still in the pipes, and a line never waits for the interpreter of the instance. Arguments: log file, label, then the
-numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``. From stdin it
-reads the values that must not be in the log, with zero bytes between them. With ``apart`` as last argument it leaves
+numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``; of a progress
+bar, which writes over its line, it is what a terminal shows, every few seconds and at the end. From stdin it reads the
+values that must not be in the log, with zero bytes between them. With ``apart`` as last argument it leaves
 its parent, which gets status 0 and reads the number of the process: an engine that ends an instance kills the children
 of that, and what is still in the pipes would be lost.
 """
@@ -16,6 +17,8 @@ import time
 
 _CHUNK_BYTES = 65536
 _LINE_BYTES_MAX = 65536
+_BAR_S = 5.0
+"""Between two lines of a progress bar that goes on."""
 _HIDDEN_BYTES_MIN = 6
 _HIDDEN = b"******"
 
@@ -28,7 +31,7 @@ def _stamp(label: bytes, stream: bytes) -> bytes:
 
 def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -> None:
     """Until both pipes are closed by everyone who holds them. Lines over 64 KiB are cut into several."""
-    pending = dict.fromkeys(streams, b"")
+    pending, shown = dict.fromkeys(streams, b""), dict.fromkeys(streams, 0.0)
     poller = select.poll()
     for fd in streams:
         poller.register(fd, select.POLLIN | select.POLLHUP)
@@ -36,6 +39,11 @@ def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -
         for fd, _ in poller.poll():
             chunk = os.read(fd, _CHUNK_BYTES)
             *lines, rest = (pending[fd] + chunk).split(b"\n")
+            lines = [_on_screen(line) for line in lines]
+            if b"\r" in rest:
+                rest = _on_screen(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+                if (bar := _on_screen(rest)) and time.monotonic() >= shown[fd] + _BAR_S:
+                    lines, rest, shown[fd] = [*lines, bar], b"", time.monotonic()
             if rest and (not chunk or len(rest) > _LINE_BYTES_MAX):
                 lines, rest = [*lines, rest], b""
             if hide:
@@ -47,6 +55,11 @@ def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -
             if not chunk:
                 poller.unregister(fd)
                 del pending[fd]
+
+
+def _on_screen(line: bytes) -> bytes:
+    """What a terminal shows of a line that was written over."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _hidden(line: bytes, hide: list[bytes]) -> bytes:

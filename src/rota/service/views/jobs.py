@@ -183,6 +183,8 @@ def job_summary(job: JobHistory, now: float, wait_of: WaitOf, suspected: str = "
     """One row of a list of jobs; ``suspected`` is why it may hang, if it runs."""
     reason, text = reason_of(job, wait_of)
     active = [one for one in job.instances.values() if one.now.active]
+    there = None if job.state.terminal else job.placement
+    held = () if there is None else [bundle.res.gpus for gang in there.gangs for bundle in gang.bundles]
     return document(
         JobRow,
         job,
@@ -197,8 +199,8 @@ def job_summary(job: JobHistory, now: float, wait_of: WaitOf, suspected: str = "
         restarts=sum(one.now.restarts for one in job.instances.values()),
         instances_total=len(active),
         instances_ready=sum(one.state is InstanceState.READY for one in active),
-        gpus=sum(role.res.gpus * role.replicas_min for role in job.spec.roles),
-        nodes=job.placement.nodes if job.placement and not job.state.terminal else (),
+        gpus=sum(held or (role.res.gpus * role.replicas_min for role in job.spec.roles)),
+        nodes=() if there is None else there.nodes,
         progress=_progress(job),
         suspected=suspected if job.state is JobState.RUNNING else "",
     )

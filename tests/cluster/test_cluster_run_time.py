@@ -19,6 +19,8 @@ from rota.runtime.clock import SystemClock
 from rota.spec.check import check
 from rota.spec.ids import JobId
 from rota.spec.job import JobSpec
+from rota.spec.queue import Queue
+from rota.spec.resources import Res
 
 
 def ended(s: State, *took_s: float, est_s: float | None = 1000.0, user: str = "local") -> None:
@@ -174,12 +176,26 @@ def test_estimates_are_close_and_say_how_sure_they_are(limits: tuple[float, floa
     assert inside >= 0.8 * len(shown)
 
 
-def test_a_start_that_is_not_reached_in_time_is_estimated_from_the_work_before_it() -> None:
-    s = state(node("n", 1))
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_start_that_is_not_reached_in_time_is_estimated_from_the_work_before_it(devices: int) -> None:
+    s = state(node("n", devices))
     for i in range(EVIDENCE):
         step(s, JobArrived(ask=ask(f"j{i}", at=float(i), est_s=100.0)), get_profile("fifo"), float(i))
     found = Forecast(s, get_profile("fifo"), 10.0, wall_max_s=0.0).play(SystemClock())
-    assert [found.of(JobId(f"j{i}")).p50 for i in range(1, EVIDENCE)] == [100.0 * i for i in range(1, EVIDENCE)]
+    left = sum(90.0 + i for i in range(devices))  # of those that run, on all devices
+    starts = [10.0 + (left + 100.0 * i) / devices for i in range(EVIDENCE - devices)]
+    assert [found.of(JobId(f"j{i}")).p50 for i in range(devices, EVIDENCE)] == starts
+
+
+def test_a_start_that_is_not_reached_in_a_queue_with_a_limit_waits_for_the_work_of_that_queue() -> None:
+    queues = (Queue(path="a", limit=Res(gpus=2)), Queue(path="a/b"), Queue(path="c"))
+    s = state(node("n", 8), queues=queues)
+    for i in range(6):
+        step(s, JobArrived(ask=ask(f"j{i}", at=float(i), est_s=100.0, queue="a/b")), get_profile("fifo"), 0.0)
+    step(s, JobArrived(ask=ask("wide", slot(8), at=9.0, est_s=100.0, queue="c")), get_profile("fifo"), 0.0)
+    found = Forecast(s, get_profile("fifo"), 0.0, wall_max_s=0.0).play(SystemClock())
+    assert [found.starts[JobId(f"j{i}")][1] for i in range(2, 6)] == [100.0, 150.0, 200.0, 250.0]
+    assert found.starts[JobId("wide")][1] == 600 / 8
 
 
 def test_a_paused_job_has_no_estimated_start() -> None:

@@ -9,6 +9,7 @@ from math import inf
 from typing import TypedDict
 
 from rota.cluster.core.admission import usable_milli
+from rota.cluster.core.capacity import GPU
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.profile import Profile
@@ -241,10 +242,24 @@ def _strata(jobs: Iterable[JobId], plays: int) -> dict[JobId, list[float]]:
 
 
 def _beyond(run: Simulation, runs: Mapping[JobId, JobRun]) -> dict[JobId, float]:
-    """Starts of jobs that were not reached in time: when the work before them is done, with all devices in use."""
-    found, per_s = dict[JobId, float](), max(run.result.gpus, 1)
-    running = [one for one in runs.values() if one.state == "RUNNING"]
-    work = sum((one.job.work_s - one.done_s - (run.now - one.work_from_s) * one.rate) * one.gpus for one in running)
+    """Starts of jobs that were not reached in time: when the work before them is done, with all devices in use.
+
+    In a queue with a limit, and below it, also when the work of that queue is done on as many.
+    """
+    found, queues, gpus = dict[JobId, float](), run.state.queues, max(run.result.gpus, 1)
+    devices = [gpus, *(min(gpus, limit / 1000) or gpus for limit in queues.limit[:, GPU].tolist())]
+    work = [0.0] * len(devices)  # of all, then of each queue
+
+    def add(job: SimJob, gpu_s: float) -> list[float]:
+        rows = (0, *(row + 1 for row in queues.line_of(job.ask.queue)))
+        before_s = [work[row] / devices[row] for row in rows]
+        for row in rows:
+            work[row] += max(0.0, gpu_s)
+        return before_s
+
+    for one in runs.values():
+        if one.state == "RUNNING":
+            add(one.job, (one.job.work_s - one.done_s - (run.now - one.work_from_s) * one.rate) * one.gpus)
     for *_, job in sorted(
         (row.ask.opportunistic, -row.ask.priority, row.ask.queued_at, job) for job, row in run.state.jobs.items()
     ):
@@ -256,8 +271,7 @@ def _beyond(run: Simulation, runs: Mapping[JobId, JobRun]) -> dict[JobId, float]
         if run.state.queues.holds_back(one.job.ask.queue) is not None:
             continue  # nor does it until a person opens its queue
         if run.state.jobs[job].phase == "queued":
-            found[job] = run.now + max(0.0, work) / per_s
-            work += one.job.work_s * one.job.ask.shape.gpu_milli / 1000
+            found[job] = run.now + max(add(one.job, one.job.work_s * one.job.ask.shape.gpu_milli / 1000))
     return found
 
 

@@ -141,7 +141,8 @@ class Simulation:
         self._empty: State | None = None
         self._never: dict[LineKey, Wait | None] = {}
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
-        self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(state.free[state.usable].sum()))
+        usable = state.usable[state.dev_node] & (state.dev_health == 0)  # also those that jobs have now
+        self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(usable.sum()))
         self._borrowed = np.zeros(len(state.queues.rows))
         promised = state.queues.guaranteed[:, GPU]
         self._promised = np.where(promised > 0, promised, UNLIMITED)

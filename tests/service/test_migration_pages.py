@@ -41,7 +41,7 @@ def test_the_older_form_becomes_roles() -> None:
     assert (job.data, job.output, job.image) == ("/data/mnist", "/out", "pytorch")
 
 
-@pytest.mark.parametrize(("page", "worlds"), [("from-torchrun.md", [True, False]), ("from-dlrover.md", [True])])
+@pytest.mark.parametrize(("page", "worlds"), [("from-torchrun.md", [True, False, False]), ("from-dlrover.md", [True])])
 def test_a_torchrun_line_stays_one_and_makes_one_world(page: str, worlds: list[bool]) -> None:
     jobs = shown(page)
     assert [job.roles[0].torchrun for job in jobs] == worlds

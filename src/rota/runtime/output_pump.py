@@ -18,7 +18,7 @@ import time
 _CHUNK_BYTES = 65536
 _LINE_BYTES_MAX = 65536
 _BAR_S = 5.0
-"""Between two lines of a progress bar that goes on."""
+"""Between two lines of one progress bar."""
 _HIDDEN_BYTES_MIN = 6
 _HIDDEN = b"******"
 

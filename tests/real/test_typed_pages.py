@@ -145,7 +145,7 @@ LONG: dict[str, tuple[Fills, tuple[str, ...]]] = {
             ),
             ("examples/tensor_client", str(TESTS.parent / "examples" / "tensor_client")),
             ("SOCKET", "$(grep -o '/[^ ]*sock' door.txt | head -1)"),
-            ("delete x\n", "delete x\nkill %1\n"),
+            ("delete x\n", "delete x\nkill %1\nwait %1 || true\n"),
         ),
         ("[3., 4., 5.]])", "0 1 2 3 4 5"),
     ),

@@ -19,6 +19,7 @@ PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON) on PATH; Rota needs Python 3.11 or newer, name it: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Rota needs Python 3.11 or newer, and this is %d.%d; name another one: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.setup-run: pyproject.toml constraints.txt | $(VENV)/bin/python

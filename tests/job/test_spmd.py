@@ -401,6 +401,22 @@ def test_a_setup_command_has_its_own_limit_and_its_last_words_are_told(tmp_path:
     assert caught.value.traceback_text == "no such wheel"
 
 
+def test_a_command_that_is_stopped_lets_what_its_shell_runs_save(tmp_path: Path) -> None:
+    code = "import pathlib, signal, sys; signal.signal(15, lambda *_: (pathlib.Path('saved').touch(), sys.exit()))"
+    (tmp_path / "save.py").write_text(f"{code}\nprint('ready', flush=True)\nsignal.pause()\n")
+
+    async def main() -> None:
+        pipe, shell = asyncio.subprocess.PIPE, f"cd {tmp_path} && {sys.executable} save.py; true"
+        child = await asyncio.create_subprocess_exec("/bin/sh", "-c", shell, stdout=pipe)
+        assert child.stdout is not None and await child.stdout.readline() == b"ready\n"
+        body = CommandRunner(SimpleNamespace(role=role(shell), clock=SystemClock()))  # type: ignore[arg-type]
+        body._children = [child]
+        await body.stop(60.0)
+
+    asyncio.run(main())
+    assert (tmp_path / "saved").exists()
+
+
 def test_a_setup_command_that_is_cancelled_ends_with_all_it_started(tmp_path: Path) -> None:
     gate, begun, ended = (tmp_path / name for name in ("gate", "begun", "ended"))
     os.mkfifo(begun)

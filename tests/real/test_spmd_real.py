@@ -51,12 +51,13 @@ def test_a_plain_python_line_runs_to_success_and_its_output_is_logged(engine) ->
         ended = await run.end()
         assert ended.state is JobState.SUCCEEDED, run.story()
         assert f"hello from None of 1 in {run.job}" in log_of(run), "one process has no rank"
-        assert "Ray ['RAY_DEDUP_LOGS', 'RAY_TMPDIR']" in log_of(run), (
-            "a Ray that the command starts takes no setting of the engine"
-        )
+        ray = re.search(r"Ray (/tmp/\S+) \['RAY_DEDUP_LOGS', 'RAY_TMPDIR'\]", log_of(run))
+        assert ray is not None, "a Ray that the command starts takes no setting of the engine, and has a folder"
+        assert not Path(ray[1]).exists(), "that folder goes with the command"
 
     hello = "print('hello from', e.get('RANK'), 'of 1 in', e['ROTA_JOB'])"
-    line = f"python -c \"from os import environ as e; {hello}; print('Ray', sorted(n for n in e if n[:4] == 'RAY_'))\""
+    ray = "mkdir(e['RAY_TMPDIR']); print('Ray', e['RAY_TMPDIR'], sorted(n for n in e if n[:4] == 'RAY_'))"
+    line = f'python -c "from os import environ as e, mkdir; {hello}; {ray}"'
     run_job(engine, job(command(line), RAY_DEDUP_LOGS="0"), body)
 
 

@@ -41,9 +41,10 @@ def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -
             *lines, rest = (pending[fd] + chunk).split(b"\n")
             lines = [_on_screen(line) for line in lines]
             if b"\r" in rest:
-                rest = _on_screen(rest) + (b"\r" if rest.endswith(b"\r") else b"")
-                if (bar := _on_screen(rest)) and time.monotonic() >= shown[fd] + _BAR_S:
-                    lines, rest, shown[fd] = [*lines, bar], b"", time.monotonic()
+                bar, now = _on_screen(rest), time.monotonic()
+                rest = bar + (b"\r" if rest.endswith(b"\r") else b"")
+                if bar and now >= shown[fd] + _BAR_S:
+                    lines, rest, shown[fd] = [*lines, bar], b"", now
             if rest and (not chunk or len(rest) > _LINE_BYTES_MAX):
                 lines, rest = [*lines, rest], b""
             if hide:

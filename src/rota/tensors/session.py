@@ -364,9 +364,7 @@ class Session:
             self.space.registry.release(self.space.client, ended)
         given_up = {int(word) for word in found} - self.writer.in_flight  # of which a header was left
         if given_up:
-            for version, seg, offset in self.space.registry.own(self.space.client):
-                if version in given_up:
-                    self.space.segments.take_back(seg, offset, version)
+            self.space.take_back_own(self.space.client, given_up)
         for version in given_up:
             self.space.registry.abort(self.space.client, version)
         failpoint("joined")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -260,6 +260,12 @@ class Space:
                 return True
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
+    def take_back_own(self, client: str, only: Container[int] | None = None) -> None:
+        """Take back what a client had prepared and did not commit; ``only`` these versions, if given."""
+        for version, seg, offset in self.registry.own(client):
+            if only is None or version in only:
+                self.segments.take_back(seg, offset, version)
+
     def _take_back(self, name: str) -> None:
         """Take back what was prepared of a name that was just deleted; its slot's lock is held. Who publishes it is not
         at its commit now, or dead: a rebuild must not take that for newer than the delete."""
@@ -349,8 +355,7 @@ def sweep_client(space: Space, client: str) -> None:
     """Undo one client slice by slice; each slice may be repeated. What it prepared and did not commit is taken back
     first: a rebuild would commit it. Before that, what the client had sent is done: its commit may be on its way."""
     space.table.settle()
-    for version, seg, offset in space.registry.own(client):
-        space.segments.take_back(seg, offset, version)
+    space.take_back_own(client)
     for _ in range(_SLICES_MAX):
         swept = space.registry.sweep(client, _SLICE)
         failpoint("mid-sweep")

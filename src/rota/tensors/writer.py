@@ -441,9 +441,8 @@ class TensorWriter:
         space, version = self._space, pending.reserved.version
         self.in_flight.discard(version)
         with contextlib.suppress(errors.TensorError, ScriptRefused):
-            for own, seg, offset in space.retry(lambda: space.registry.own(space.client)) if pending.prepared else ():
-                if own == version:  # still this client's alone
-                    space.segments.take_back(seg, offset, version)
+            if pending.prepared:  # still this client's alone
+                space.retry(lambda: space.take_back_own(space.client, (version,)))
             undone = space.retry(lambda: space.registry.abort(space.client, version))
             if undone and pending.ask.direct and not space.leases.has(version):  # no slot ever showed it to others
                 space.retry(lambda: space.registry.reap([version]))

@@ -213,7 +213,7 @@ def _looks_for(spec: JobSpec) -> bool:
 
 
 def _is_gone(path: str) -> bool:
-    """True where there is no such file or folder; what this user may not look at may be there."""
+    """True if the path does not exist; one that this user may not look at may exist."""
     try:
         Path(path).lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from pydantic import AfterValidator
 from starlette.types import Scope
 
@@ -250,6 +250,10 @@ def check_live(job: JobHistory) -> None:
     """Raises Conflict for a job that has ended."""
     if job.ended is not None:
         raise Conflict(f"{job.id} has ended: {job.state.value}", state=job.state.value)
+
+
+IfMatch = Annotated[str, Header(max_length=100)]
+"""The header by which a change names the version that it was made from; empty: any."""
 
 
 def versions_of(if_match: str) -> list[str]:

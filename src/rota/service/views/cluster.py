@@ -35,7 +35,7 @@ from rota.service.views.installation import Installation, NodeStatus
 from rota.service.views.job_history import JobHistory
 from rota.service.views.reasons import stated, used_in
 from rota.spec import codec
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, first_of
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
@@ -222,8 +222,7 @@ def tree_difference(old: Sequence[Queue], new: Sequence[Queue]) -> str:
     said = [f"{path} is new" for path in sorted(paths - before)]
     said += [f"{path} is gone" for path in sorted(before - paths)]
     said += [f"{one['queue']} {one['field']} {one['before']} -> {one['after']}" for one in queue_changes(old, new)]
-    shown = ", ".join(said[:CHANGES_NAMED]) + (f" and {len(said) - CHANGES_NAMED} more" * (len(said) > CHANGES_NAMED))
-    return shown or "as before"
+    return first_of(said, CHANGES_NAMED) or "as before"
 
 
 def waiting_in(installation: Installation, queue: str) -> list[JobHistory]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.state import State
@@ -47,7 +47,7 @@ from rota.service.models.cluster import (
     UsageHistory,
     UsageReport,
 )
-from rota.service.rest.deps import STORABLE, AppState, Asker, Note, Parts, append_live, is_version, versions_of
+from rota.service.rest.deps import STORABLE, AppState, Asker, IfMatch, Note, Parts, append_live, is_version, versions_of
 from rota.service.templates import about, template_files, template_names
 from rota.service.views.alerts import alert_list
 from rota.service.views.cluster import (
@@ -370,7 +370,7 @@ async def apply_queues(
     app: Parts,
     caller: Asker,
     note: Note,
-    if_match: Annotated[str, Header(max_length=100)] = "",
+    if_match: IfMatch = "",
 ) -> Sent[QueueDiff]:
     """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
 
@@ -380,21 +380,20 @@ async def apply_queues(
     """
     async with app.tree_lock:  # what is answered is of the tree that was replaced, also where two come at once
         given, then = _given_tree(app, body)
-        paths = {queue.path for queue in given}
         trees = app.loop.installation.trees
         now = trees[-1]
         _check_tree(trees, if_match)
-        old = {queue.path: queue for queue in now.queues}
-        for path in paths | set(old):
-            if old.get(path) != next((queue for queue in given if queue.path == path), None):
-                parent = path.rpartition("/")[0]
-                caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
+        old, new = ({queue.path: queue for queue in queues} for queues in (now.queues, given))
+        changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
+        for path in changed:
+            parent = path.rpartition("/")[0]
+            caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
         if body.dry_run:
             note(dry_run=True)
-        used = sorted({job.queue for job in app.loop.installation.live.values()} - paths)
+        used = sorted({job.queue for job in app.loop.installation.live.values()} - new.keys())
         if used:
             raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
-        if not body.dry_run and old != {queue.path: queue for queue in given}:  # the same tree makes no version
+        if changed and not body.dry_run:  # the same tree makes no version
             event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
             await app.loop.append([event])
     return document(
@@ -402,9 +401,9 @@ async def apply_queues(
         now,
         fields=queue_changes(old.values(), given),
         dry_run=body.dry_run,
-        added=sorted(paths - set(old)),
-        removed=sorted(set(old) - paths),
-        changed=sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
+        added=[path for path in changed if path not in old],
+        removed=[path for path in changed if path not in new],
+        changed=[path for path in changed if path in old and path in new],
         over=limits_passed(then),
     )
 

@@ -37,6 +37,7 @@ from rota.service.rest.deps import (
     AppState,
     Asker,
     EnteredJob,
+    IfMatch,
     JobAccess,
     Note,
     Parts,
@@ -235,9 +236,7 @@ async def show(on: SeenJob, response: Response) -> Sent[JobDocument]:
 
 
 @router.patch("/jobs/{job}")
-async def change(
-    on: SteeredJob, body: ChangeBody, if_match: Annotated[str, Header(max_length=100)] = ""
-) -> Sent[JobDocument]:
+async def change(on: SteeredJob, body: ChangeBody, if_match: IfMatch = "") -> Sent[JobDocument]:
     """Change priority, queue, time limit or labels of a job that has not ended."""
     _check_version(on.job, if_match)
     changes = checked_changes(body.changes, on.job.spec, on.app.loop.scheduler)

@@ -492,6 +492,8 @@ def test_of_two_who_change_the_queues_at_once_the_second_is_refused_and_sees_wha
         assert (await apply(1, 4)).status == 0, "the same once more is no change, and so no version"
         assert (await service.http.get("/api/v1/queues")).headers["etag"] == '"2"'
         assert "  nlp limit: 4 GPUs -> 3 GPUs\n" in (await apply(1, 3, "--if-version", "2")).out
+        audit = (await ask("audit", "--limit", "2")).out
+        assert "nlp limit 4 GPUs -> 3 GPUs" in audit and "as before" in audit
         refused = await apply(5, 4, "--if-version", "2")
         assert refused.status == 2 and "version 3, applied by local, not" in refused.err
         assert "since then: nlp limit 4 GPUs -> 3 GPUs" in refused.err and "--if-version 3" in refused.err

@@ -144,11 +144,12 @@ def test_the_command_types_what_comes_on_its_input_and_ends_as_the_program(tmp_p
             late = "import sys, termios, time; time.sleep(1); termios.tcflush(0, termios.TCIFLUSH); sys.stdin.read()"
             argv = ("exec", "-it", "hello-1", "--", sys.executable, "-c", late)  # as a shell that sets its terminal up
             assert (await asyncio.to_thread(command, *argv, typed="")).returncode == 0, "it is told again of the end"
+            done = await asyncio.to_thread(command, "exec", "hello-1", "--", "sh", "-c", "exit 6", typed="")
+            assert done.returncode == 6, "beside the first instance, as with a terminal"
             for words, text in (
                 (("exec", "-it", "hello-1", "-t", "5s", "--", "sh"), "--timeout 5s goes with a command without -it"),
                 (("exec", "-it", "--json", "hello-1"), "--json goes with a command without -it"),
                 (("exec", "hello-1/main/0", "main/0", "--", "true"), "hello-1/main/0 names an instance"),
-                (("exec", "hello-1", "--", "true"), "missing ROLE/N"),
                 (("exec", "hello-1", "main/0"), "missing COMMAND"),
             ):
                 wrong = await asyncio.to_thread(command, *words, typed="")

@@ -57,6 +57,7 @@ export interface AuditLine {
   dry_run?: boolean;
   instance?: string;
   command?: string;
+  change?: string;
   left_out?: number;
 }
 

@@ -138,6 +138,7 @@ class AuditLine(Closed):
     dry_run: NotRequired[bool]
     instance: NotRequired[str]
     command: NotRequired[str]
+    change: NotRequired[str]
     left_out: NotRequired[int]
 
 

@@ -337,7 +337,9 @@ AUDIT = Table(
         "METHOD": "method",
         "PATH": "path",
         "STATUS": _outcome,
+        "WHAT": lambda one: one.get("change") or one.get("command") or "",
     },
     empty="no changes recorded",
     extra=("FROM",),
+    sparse=("WHAT",),
 )

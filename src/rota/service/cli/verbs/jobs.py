@@ -29,7 +29,7 @@ JOBS_OF = Annotated[str, Parameter(help="Ids or unique prefixes.")]
 def ps(
     *,
     all_: Annotated[bool, Parameter(name=["-a", "--all"], help="Also jobs that have ended.")] = False,
-    state: Annotated[list[str] | None, Parameter(help="Only in this state; repeatable.")] = None,
+    state: Annotated[list[str] | None, Parameter(help="Only in this state, or in one of A,B; repeatable.")] = None,
     queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Only of this queue and those below it.")] = "",
     user: Annotated[str, Parameter(help="Only of this user.")] = "",
     mine: Annotated[bool, Parameter(help="Only of the user who asks.")] = False,
@@ -493,7 +493,7 @@ def _scaled(client: Client, job: str, role: str, n: int, timeout_s: float | None
 
 def exec_(
     job: JOB,
-    instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance; JOB/ROLE/N is the same.")] = "",
+    instance: Annotated[str, Parameter(help="ROLE/N or ROLE; default: the first. JOB/ROLE/N is the same.")] = "",
     *,
     tty: Annotated[bool, Parameter(name=["-it", "--tty"], help="On a terminal, attached to this one.")] = False,
     timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="Kill it after this time (60s).")] = "",
@@ -526,9 +526,9 @@ def exec_(
             from rota.service.cli.verbs.terminal import attach
 
             return attach(flags, job, instance, argv or ())
-        if not argv or not instance:
+        if not argv:
             hint = "rota exec JOB ROLE/N -- COMMAND, or rota exec -it JOB for a shell"
-            raise BadInput("missing ROLE/N" if argv else "missing COMMAND", hint=hint)
+            raise BadInput("missing COMMAND", hint=hint)
         with flags.client() as client:
             done = client.execute(job, instance, argv, timeout_s=ago_s(timeout) or 60.0)
     except RotaError as error:

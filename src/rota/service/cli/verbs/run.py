@@ -104,7 +104,7 @@ def run(
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
-    spec = _as_given(changes, lambda: _read(body, flags), headers)
+    spec = _as_given(changes, lambda: _in_all_roles(env, body, changes, _read(body, flags), flags), headers)
     plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec), headers)
     _note(terminal, _missing_scripts(flags, spec, body["workdir"]))
     if check:
@@ -224,6 +224,20 @@ def _changes(
             raise BadInput(f"-e {pair}: not K=V")
         made[f"env.{pair}"] = f"-e {pair}"
     return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
+
+
+def _in_all_roles(
+    env: Iterable[str] | None, body: JobText, changes: dict[str, str], spec: JobSpec, flags: Flags
+) -> JobSpec:
+    """The job with ``-e`` in every role, also over the ``env`` of the role; a ``--set`` of that comes later."""
+    pairs = {pair.partition("=")[0]: pair for pair in env or ()}
+    given = [(role.name, pairs[key]) for role in spec.roles for key, _ in role.env if key in pairs]
+    if not given:
+        return spec
+    over = {f"roles.{name}.env.{pair}": f"-e {pair}" for name, pair in given}
+    changes |= over
+    body["sets"] = [*over, *body["sets"]]
+    return _read(body, flags)
 
 
 def _body(file: str, argv: list[str] | None, changes: dict[str, str], res: Mapping[str, str], workdir: str) -> JobText:

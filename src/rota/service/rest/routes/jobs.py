@@ -125,11 +125,11 @@ Argv = Annotated[list[Annotated[str, Field(max_length=100_000)]], Field(max_leng
 
 
 class ExecBody(BaseModel):
-    """What to run word by word beside which instance, ``role`` or ``role/rank``, and how long at most."""
+    """What to run word by word, beside which instance, ``role`` or ``role/rank`` (else the first), how long at most."""
 
     model_config = ConfigDict(extra="forbid")
 
-    instance: Annotated[str, Field(min_length=1, max_length=200)]
+    instance: Annotated[str, Field(max_length=200)] = ""
     argv: Annotated[Argv, Field(min_length=1)]
     timeout_s: Annotated[float, Field(gt=0, le=EXEC_TIMEOUT_MAX_S)] = 60.0
 
@@ -189,14 +189,14 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
     cursor: str = "",
 ) -> Sent[JobList]:
-    """Jobs, newest first unless ``sort`` says else; those that ended only with ``all`` or ``state``.
+    """Jobs, newest first unless ``sort`` says else; those that ended only with ``all`` or ``state`` (one, or ``A,B``).
 
     ``since_s``: the longest time since the end, in seconds. ``text``: a part of the id or the user.
     """
     now = app.clock.wall_s()
     wanted = JobFilter(
         all=all,
-        states=tuple(one.upper() for one in state or ()),
+        states=tuple(one.upper() for given in state or () for one in given.split(",")),
         queue=queue,
         user=user,
         name=name,
@@ -319,7 +319,7 @@ async def scale(on: SteeredJob, body: ScaleBody) -> Sent[JobDocument]:
 async def execute(on: EnteredJob, body: ExecBody, note: Note) -> Sent[ExecDocument]:
     """Run a command in the environment of a running instance, without input, to its end; the audit has the command."""
     job = on.job
-    role, rank = member_of(job, body.instance)
+    role, rank = member_of(job, body.instance or job.spec.roles[0].name)
     found = InstanceId(RoleName(role), rank or 0)
     note(instance=str(found), command=shlex.join(body.argv)[:EXEC_AUDITED_MAX])
     with on.app.exec_slot(on.caller.user):

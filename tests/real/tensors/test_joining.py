@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ import pytest
 from tests.real.tensors.crew import WAIT_S, Crew
 
 import rota.tensors
-from rota.runtime import environ
+from rota.runtime import environ, process
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors
@@ -395,3 +398,63 @@ def test_namespaces_that_were_left_keep_no_file_open(tensor_home: Path) -> None:
 
     opened = [use(f"left{n}") for n in range(5)]
     assert max(opened[1:]) <= opened[0]
+
+
+STARTER = """
+import os, signal, sys
+from rota.runtime import environ, process
+from rota.runtime.redis import server
+seen, home = set(), environ.Home.of(sys.argv[1])
+def at_line(frame, event, arg):
+    if event == 'line' and 'life' in frame.f_locals:
+        seen.add(frame.f_lineno)
+    if len(seen) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return at_line
+sys.settrace(lambda frame, *_: at_line if frame.f_code is server._start.__code__ else None)
+with server.registry_lock(home):
+    server.find_or_start(home)
+"""
+
+
+def servers_of(home: Path) -> set[int]:
+    """Every process with the socket of this home in its command line."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return {pid for pid in pids if str(redis_server.socket_path(environ.Home.of(home))) in process.command_line(pid)}
+
+
+def test_a_home_has_one_server_wherever_its_starter_was_killed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = home / "late"
+    (real,) = list(redis_server._programs([]))[:1]
+    late.write_text(f'#!/bin/sh\n[ "$1" = --version ] || sleep 0.2\nexec {real} "$@"\n')
+    late.chmod(0o700)
+    monkeypatch.setenv("ROTA_REDIS_SERVER", str(late))
+    own, killed = environ.Home.of(home), 0
+    for line in itertools.count(1):
+        status = subprocess.run([sys.executable, "-c", STARTER, home, str(line)], check=False).returncode
+        with redis_server.registry_lock(own):
+            found = redis_server.find_or_start(own)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        killed += 1
+        time.sleep(0.4)  # what the one before started would listen by now
+        assert servers_of(home) == {found.pid}, f"killed at line {line}"
+        rota.tensors.down(home)
+    assert killed > 8
+    rota.tensors.down(home)
+
+
+def test_the_server_of_a_starter_that_was_killed_goes_with_the_home(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (real,) = list(redis_server._programs([]))[:1]
+    program = home / "program"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ kill -9 $PPID; sleep 0.1; }}\nexec {real} "$@"\n')
+    program.chmod(0o700)
+    env = {**os.environ, "ROTA_REDIS_SERVER": str(program)}
+    never = [sys.executable, "-c", STARTER, home, "-1"]
+    assert subprocess.run(never, check=False, env=env).returncode == -signal.SIGKILL
+    rota.tensors.down(home)
+    time.sleep(0.3)
+    assert servers_of(home) == set()

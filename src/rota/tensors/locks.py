@@ -146,6 +146,8 @@ _WORDS_FIRST: Final = 512
 _WORD: Final = 8
 _DIRECT: Final = 1 << 63
 """In a noted version: this lease is known by the note alone, the registry was not asked."""
+_BEGINNING: Final = 1 << 62
+"""Noted while this client writes the header of a block that it reserved: see ``ClientFile.beginning``."""
 FORK_MARK: Final = ".fork"
 PIN_MARK: Final = "pin:"
 KEEPER_MARK: Final = "keeper-"
@@ -215,6 +217,17 @@ class ClientFile:
                 self._words[place] = 0
                 self._free.append(place)
 
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Who rebuilds the registry waits for the end of this block, or has shown a new epoch before its first line."""
+        place = self.take()
+        try:
+            self.note(place, _BEGINNING)
+            fence()
+            yield
+        finally:
+            self.clear(place)
+
     def close(self) -> None:
         """Give up the lock; from now on this client is dead."""
         with self._lock:
@@ -279,13 +292,22 @@ def read_file(folder: Path, client: str) -> tuple[Fields, list[int]]:
     """Identity and noted versions of a client; those of this process come from memory, not through its file."""
     own = _own.get((os.getpid(), folder / client))
     if own is not None:
-        return own.identity, [word & ~_DIRECT for word in own.noted()]
+        return own.identity, _versions(own.noted())
     try:
         raw = (folder / client).read_bytes()
     except FileNotFoundError:
         return {}, []
     text = raw[:_IDENTITY_BYTES].rstrip(b"\0")
-    return (json.loads(text) if text else {}), [word & ~_DIRECT for word in _words(raw)]
+    return (json.loads(text) if text else {}), _versions(_words(raw))
+
+
+def is_beginning(folder: Path, client: str) -> bool:
+    """True while a living client is in the block of ``ClientFile.beginning``."""
+    return _BEGINNING in _noted(folder, client) and is_alive(folder, client)
+
+
+def _versions(words: Sequence[int]) -> list[int]:
+    return [word & ~_DIRECT for word in words if word != _BEGINNING]
 
 
 def _words(raw: bytes) -> list[int]:

@@ -18,12 +18,13 @@ from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe, label_covers
 from rota.tensors.errors import file_errors
-from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
+from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, is_beginning, read_file
 from rota.tensors.registry import RedisMachine, ScriptRefused
 from rota.tensors.segments import PREPARED, READY, BlockHeader, Segments
 from rota.tensors.space import Space
 
 _SETTLE_S: Final = 0.01
+_BEGIN_MAX_S: Final = 1.0
 _VERSION_GAP: Final = 1 << 20
 _COMMANDS_MAX: Final = 500
 _TRIES_MAX: Final = 5
@@ -134,6 +135,7 @@ def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
     if not dry_run:
         space.table.lose_all(epoch)
         blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
+        _wait_for_headers(space)
     notes = read_notes(space.folder)
     plan = _Plan(space, notes["fences"])
     plan.take_headers(list(scan(space.segments, dry_run=dry_run)))
@@ -142,6 +144,19 @@ def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
         _fill(space, machine, plan, notes["fences"], epoch)
     plan.report.epoch, plan.report.seconds = epoch, space.clock.monotonic_s() - began_s
     return plan.report
+
+
+def _wait_for_headers(space: Space) -> None:
+    """Wait until no living client is about to write a header in the epoch before: its block would be free in the next.
+    Raises PublishBlocked when one is stopped there."""
+    until_s = space.clock.monotonic_s() + _BEGIN_MAX_S
+    for client in clients_in(space.clients):
+        while is_beginning(space.clients, client):
+            if space.clock.monotonic_s() > until_s:
+                pid = read_file(space.clients, client)[0].get("pid", 0)
+                text = f"namespace {space.namespace}: process {pid} is beginning to publish, the registry is lost"
+                raise errors.PublishBlocked(text, hint=f"continue or end process {pid}", name="", pid=pid)
+            blocking_sleep(_SETTLE_S)
 
 
 def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:

@@ -217,8 +217,8 @@ class TensorWriter:
                 if isinstance(reserved, Reserved):
                     with contextlib.suppress(errors.OutOfMemory):
                         pending = self._allocate(ask, draft, reserved, spill=False)
-                if pending is not None and table.epoch == epoch:
-                    pendings.append(self._begin(pending))
+                if pending is not None and self._begin(pending, epoch):
+                    pendings.append(pending)
                 else:
                     if pending is not None:
                         self._forget(pending)
@@ -263,8 +263,8 @@ class TensorWriter:
         for _ in range(_ROOM_TRIES_MAX):
             epoch = self._space.table.epoch
             pending = self._prepare(ask, draft, spill)
-            if self._space.table.epoch == epoch:
-                return self._begin(pending)
+            if self._begin(pending, epoch):
+                return pending
             self._forget(pending)
         raise errors.Aborted(f"{ask.name}: the registry was rebuilt repeatedly", name=ask.name)
 
@@ -308,18 +308,23 @@ class TensorWriter:
         failpoint("allocated")
         return pending
 
-    def _begin(self, pending: Pending) -> Pending:
-        """Write the header, after which a rebuilt registry knows of the version, and take its memory on a device."""
-        draft, reserved = pending.draft, pending.reserved
+    def _begin(self, pending: Pending, epoch: int) -> bool:
+        """Write the header, after which a rebuilt registry knows of the version, and take its memory on a device.
+        False if the registry was rebuilt since ``epoch``: the block may be another's."""
+        draft, reserved, space = pending.draft, pending.reserved, self._space
         try:
-            self._write(pending, 0, pending.header.pack() + draft.manifest)
-            if draft.device and self._space.devices is not None:
-                pending.place = self._space.devices.take(reserved.version, draft.total)
+            with space.file.beginning():
+                if space.table.epoch != epoch:
+                    return False
+                failpoint("beginning")
+                self._write(pending, 0, pending.header.pack() + draft.manifest)
+            if draft.device and space.devices is not None:
+                pending.place = space.devices.take(reserved.version, draft.total)
                 self._write(pending, draft.start, pending.place.pack())
         except BaseException:
             self.abort(pending)
             raise
-        return pending
+        return True
 
     def copy(self, pending: Pending, data: Sequence[Tensor]) -> None:
         """Copy the tensors' bytes to their places."""

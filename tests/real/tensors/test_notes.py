@@ -162,3 +162,36 @@ def test_what_is_replaced_between_the_note_and_the_second_look_is_not_read(
     monkeypatch.setattr("rota.tensors.leases.fence", between)
     assert (other.get("w", as_="numpy") == 2).all()
     assert len(seen) == 1
+
+
+def test_a_version_that_is_held_is_read_where_it_lies_also_when_half_of_a_new_place_is_seen(
+    plane: Plane, other: Plane
+) -> None:
+    held, new = plane.put("w", np.zeros(4)), plane.put("new", np.ones(4))
+    other.get("w", as_="numpy")
+    stop_housekeeping(other)
+    other.release("w")
+    table, slots = plane._space.table, {row.name: row.slot for row in plane.ls()}
+    place = table.place(slots["new"], new.id)
+    assert place is not None
+    table.store_place(slots["w"], (held.id, *place[1:]))
+    assert (other.get("w", as_="numpy") == 0).all()
+
+
+def test_a_lease_that_a_rebuilt_registry_does_not_know_is_not_held(
+    plane: Plane, other: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.put("w", np.zeros(4))
+    stop_housekeeping(other)
+
+    def rebuilt(point: str) -> None:
+        if point == "leased":
+            monkeypatch.undo()
+            plane.recover()
+            other._session.rejoin()  # as another thread of the process does
+
+    monkeypatch.setattr("rota.tensors.reader.failpoint", rebuilt)
+    with pytest.raises(errors.EpochChanged):
+        other._session.reader.lease([("w", "")], sealed=False)
+    assert other._space.leases.live() == []
+    assert (other.get("w", as_="numpy") == 0).all()

@@ -43,6 +43,23 @@ def test_a_writer_stopped_anywhere_is_alive_and_goes_on_later(
         assert clean(plane)["versions"] == {"ready": 2}
 
 
+def test_a_rebuilt_registry_gives_no_block_away_whose_header_is_about_to_be_written(
+    plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    for _ in cases(6, plane, 2, deep=10):
+        code = "plane.put('w', np.ones(200_000))"
+        stopped = actors.stopped(actors.start(code, die_at="beginning:1:stop"))
+        plane._session.machine.client.call("DEL", f"{plane._session.machine.prefix}cfg")
+        with pytest.raises(errors.PublishBlocked, match=f"process {stopped} is beginning"):
+            plane.put("other", np.zeros(200_000))
+        os.kill(stopped, signal.SIGCONT)
+        assert actors.wait(stopped) == 0, actors.output(stopped)
+        plane.put("other", np.zeros(200_000))
+        assert plane.get("w", as_="numpy")[0] == 1
+        assert plane.get("other", as_="numpy")[0] == 0
+        assert clean(plane)["versions"] == {"ready": 2}
+
+
 @pytest.mark.parametrize("point", ["leased", "mapped", "releasing", "released"])
 def test_a_reader_stopped_anywhere_keeps_what_it_leased(plane: Plane, actors: Crew, cases: Cases, point: str) -> None:
     code = """

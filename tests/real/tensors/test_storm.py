@@ -163,10 +163,7 @@ class Storm:
             self.happened.update(line.split()[0] for line in text.splitlines() if line)
 
 
-@pytest.mark.skipif(
-    "ROTA_STORM" not in os.environ,
-    reason="minutes; with ROTA_STORM=1. Not all it finds is repaired: tensors-acceptance.md, Open",
-)
+@pytest.mark.skipif("ROTA_STORM" not in os.environ, reason="minutes; with ROTA_STORM=1")
 def test_nothing_is_torn_stale_or_left_after_a_storm_of_faults(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, tmp_path: Path
 ) -> None:

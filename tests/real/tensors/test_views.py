@@ -432,7 +432,7 @@ def test_a_get_on_its_way_keeps_the_lease_that_a_later_get_of_the_same_version_e
         del view
         plane.release("x")
         assert leases(plane) == 1
-        held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)
+        held = space.leases.hold(leased.version, seq, leased.blocks, lambda: True, sealed=False)
     assert leases(plane) == 1
     assert plane.fsck()["violations"] == []
     del held

@@ -68,17 +68,20 @@ class AgeBound:
 
     def _first(self, claimants: Sequence[JobId]) -> LiveJob | None:
         if self._aged is None:
-            heads = (self._head_of(queue) for queue in self._state.waiting)
+            heads = map(self._head_of, self._state.waiting.values())
             aged = [row for row in heads if row and self._now - _waits_since(row) >= self._profile.starve_s]
             aged.sort(key=lambda row: (-row.ask.priority, _waits_since(row), row.ask.id))
             self._aged = [row.ask.id for row in aged if self._could_run(row)]
         waiting = (self._state.jobs[job] for job in self._aged if job not in claimants)
         return next((row for row in waiting if row.phase == "queued"), None)
 
-    def _head_of(self, queue: str) -> LiveJob | None:
-        rows = (self._state.jobs[job] for _, _, job in self._state.waiting[queue])
-        able = (row for row in rows if row.begins_at <= self._now and not row.ask.opportunistic)
-        return next((row for row in able if not row.ask.spare), None)  # what a job can do without holds up no other
+    def _head_of(self, waiting: Sequence[tuple[int, float, JobId]]) -> LiveJob | None:
+        for *_, job in waiting:
+            row = self._state.jobs[job]
+            # What a job can do without holds up no other.
+            if row.begins_at <= self._now and not row.ask.opportunistic and not row.ask.spare:
+                return row
+        return None
 
     def _could_run(self, row: LiveJob) -> bool:
         """Whether nothing but running jobs keeps a job from its place: it would fit if all of them ended."""

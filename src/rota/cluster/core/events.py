@@ -142,6 +142,8 @@ class Tick:
     """Time passed."""
 
 
+_OF_NO_JOB = (JobArrived, NodeChanged, NodesLaidOut, Tick)
+
 Event = (
     JobArrived
     | JobHolds
@@ -207,8 +209,7 @@ def note(state: State, event: Event, now: float) -> None:
 
 def fold(state: State, txn: Txn, event: Event, now: float) -> None:
     """The same inside an open transaction, which may be undone."""
-    of_job = not isinstance(event, JobArrived | NodeChanged | NodesLaidOut | Tick)
-    row = state.jobs.get(event.job) if of_job else None
+    row = None if isinstance(event, _OF_NO_JOB) else state.jobs.get(event.job)
     if state.stopped_for and _is_from_outside(event, row):
         for pair in tuple(state.stopped_for):
             txn.drop(state.stopped_for, pair)
@@ -223,10 +224,13 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
                     wait = old.wait if same else None
                     known = old._replace(ask=ask, wait=wait, likely_s=likely_s, late_s=late_s)
                 state.put(txn, known)
-        case NodeChanged(node=node, health=health, devices=devices):
-            state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
             state.hold(txn, job, held, now=now, choice=choice)
+        case JobGone(job=job) if row is not None:
+            learn(state.taken, txn, row, now)
+            state.drop(txn, job)
+        case NodeChanged(node=node, health=health, devices=devices):
+            state.mark(txn, node, health, devices)
         case NodesLaidOut():
             state.note_shrunk(txn)
         case JobResized(job=job, held=held) if row is not None and row.phase == "running":
@@ -256,9 +260,6 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.put(txn, row._replace(phase="paused" if paused else "queued"))
         case ReasonGiven(wait=wait) if row is not None and not row.held:
             state.put(txn, row._replace(wait=wait))
-        case JobGone(job=job) if row is not None:
-            learn(state.taken, txn, row, now)
-            state.drop(txn, job)
         case _:
             pass
 

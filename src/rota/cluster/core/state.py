@@ -304,14 +304,8 @@ class State:
             txn.put(self.parts.setdefault(new.ask.part_of, {}), job, None)
         elif new is None and old is not None and old.ask.part_of is not None:
             txn.drop(self.parts[old.ask.part_of], job)
-        for index, member in (
-            (self.arrivals, waits is not None and waits.wait is None),
-            (self.stopping, new is not None and new.phase == "stopping"),
-        ):
-            if member and job not in index:
-                txn.put(index, job, None)
-            elif not member and job in index:
-                txn.drop(index, job)
+        _list(txn, self.arrivals, job, waits is not None and waits.wait is None)
+        _list(txn, self.stopping, job, new is not None and new.phase == "stopping")
 
     def _index_running(self, txn: Txn, job: JobId, old: LiveJob | None, new: LiveJob | None) -> None:
         if (was := _end_of(old)) != (ends := _end_of(new)):
@@ -632,6 +626,16 @@ class State:
             return None
         devices = self.device_rows(node, [int(old.dev_index[d]) for d in held.devices])
         return Allocation(node, devices, held.milli, held.cpu_milli, held.mem)
+
+
+def _list(txn: Txn, index: dict[JobId, None], job: JobId, member: bool) -> None:
+    """Put a job among those of an index, or take it out."""
+    if member is (job in index):
+        return
+    if member:
+        txn.put(index, job, None)
+    else:
+        txn.drop(index, job)
 
 
 def _end_of(row: LiveJob | None) -> tuple[float, JobId] | None:

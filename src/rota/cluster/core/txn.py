@@ -51,6 +51,8 @@ class Txn:
     A mapping may come back in another order, so nothing may depend on the order of a mapping.
     """
 
+    __slots__ = ("_undo", "kept", "notes", "writes")
+
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
         self.kept = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,7 +141,13 @@ def load(trace: Path, vcs: Path, *, scale: float = 1.0, seed: int = 0) -> SimInp
 def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads | None = None) -> SimResult:
     """Play a trace under a profile. Raises UnknownName for a profile that does not exist."""
     state = State(given.nodes, given.queues)
-    return Simulation(state, get_profile(profile, seed=given.seed), given.jobs(), clock, overheads=overheads).run()
+    run = Simulation(state, get_profile(profile, seed=given.seed), given.jobs(), clock, overheads=overheads)
+    gc.collect()
+    gc.freeze()  # the jobs stay: else the collector looks through all of them again and again
+    try:
+        return run.run()
+    finally:
+        gc.unfreeze()
 
 
 def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:

@@ -143,10 +143,9 @@ class Simulation:
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
         usable = state.usable[state.dev_node] & (state.dev_health == 0)  # also those that jobs have now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(usable.sum()))
-        self._borrowed = np.zeros(len(state.queues.rows))
-        promised = state.queues.guaranteed[:, GPU]
-        self._promised = np.where(promised > 0, promised, UNLIMITED)
-        self._roots = np.flatnonzero([queue.parent is None for queue in state.queues.rows])
+        self._borrowed = [0.0] * len(state.queues.rows)
+        self._promised: list[int] = [promised or UNLIMITED for promised in state.queues.guaranteed[:, GPU].tolist()]
+        self._roots = [row for row, queue in enumerate(state.queues.rows) if queue.parent is None]
         self._samples: list[float] = []
         self._whole, self._part = _shares_of(state)
         self._gap_s = self._waiting_s = 0.0
@@ -185,7 +184,7 @@ class Simulation:
                 break
         result = self.result
         result.borrowed_gpu_s = {
-            queue.path: float(seconds) for queue, seconds in zip(self.state.queues.rows, self._borrowed)
+            queue.path: seconds for queue, seconds in zip(self.state.queues.rows, self._borrowed)
         }
         result.fragmentation = float(np.mean(self._samples)) if self._samples else 0.0
         result.share_gap = self._gap_s / self._waiting_s if self._waiting_s else 0.0
@@ -208,14 +207,18 @@ class Simulation:
     def _advance(self, to: float) -> None:
         seconds = to - self.now
         if seconds > 0:
-            self._borrowed += np.maximum(self.state.used[:, GPU] - self._promised, 0) * (seconds / 1000)
+            used: list[int] = self.state.used[:, GPU].tolist()
+            for row, (milli, promised) in enumerate(zip(used, self._promised)):
+                if milli > promised:
+                    self._borrowed[row] += (milli - promised) * (seconds / 1000)
             gap = self._share_gap() if self.state.lines else 0.0
             if self.state.lines:
                 self._gap_s += seconds * gap
                 self._waiting_s += seconds
-            used = sum(self.state.used[self._roots, GPU].tolist()) / 1000
             waiting = sum(map(len, self.state.waiting.values()))
-            self.result.samples.append(Sample(self.now, seconds, used, waiting, gap))
+            self.result.samples.append(
+                Sample(self.now, seconds, sum(used[row] for row in self._roots) / 1000, waiting, gap)
+            )
         self.now = to
 
     def _share_gap(self) -> float:

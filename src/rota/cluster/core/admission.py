@@ -596,27 +596,39 @@ def _fits_now(state: State, ask: JobAsk, placer: Placer) -> bool:
 
 def _free_of_types(state: State, shape: Shape) -> int:
     """Free thousandths on usable nodes, of the asked types if every device slot names one."""
-    asked = _of_types(state, shape)
-    if asked.all() and _all_well(state):
+    if _all_alike(state, shape):
         return int(state.dev_milli.sum())
-    return int(state.dev_milli[asked & _in_service(state)].sum())
+    return int(state.dev_milli[_of_types(state, shape) & _in_service(state)].sum())
 
 
 def usable_milli(state: State, shape: Shape) -> int:
     """Thousandths of the devices of the asked types that take new work, free or not."""
+    if _all_alike(state, shape):
+        return 1000 * len(state.dev_milli)
     return 1000 * int((_of_types(state, shape) & _in_service(state)).sum())
 
 
 def _present_milli(state: State, shape: Shape) -> int:
+    if _all_alike(state, shape):
+        return 1000 * len(state.dev_milli)
     return 1000 * int((_of_types(state, shape) & (state.node_health[state.dev_node] != LOST)).sum())
 
 
+def _all_alike(state: State, shape: Shape) -> bool:
+    """Whether all devices are in order and of the asked types: then they are counted without a look at each."""
+    return _all_well(state) and bool(_wanted(state, shape).all())
+
+
 def _of_types(state: State, shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return _wanted(state, shape)[state.dev_type]
+
+
+def _wanted(state: State, shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     wanted = np.zeros(len(state.types), dtype=np.bool_)
     for slot in shape.slots:
         if slot.gpus or slot.milli:
             wanted[state.type_rows(slot.type)] = True
-    return wanted[state.dev_type]
+    return wanted
 
 
 def _in_service(state: State) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

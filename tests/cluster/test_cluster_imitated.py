@@ -286,3 +286,16 @@ def test_in_a_queue_a_large_urgent_job_goes_before_a_small_one_of_low_priority(p
 def test_time_and_service_are_two_orders(profile: str, first: str) -> None:
     asks = (ask("wide", slot(4), est_s=60.0, at=1.0), ask("long", slot(1), est_s=100.0, at=2.0))
     assert starts(profile, state(node("n")), *asks)[0] == first
+
+
+# -- who stops --
+
+
+def test_no_job_stops_where_stopping_the_other_alone_is_enough() -> None:
+    # The newest job alone gives too little; with both stopped the place that is found takes from both.
+    s = state(node("n", 8), node("m", 8), queues=(Queue(path="q", guaranteed=gpus(16)),))
+    kept = ask("kept", slot(4), queue="q", priority=90)
+    whole, newest = (ask(name, slot(n), queue="q", at=at) for name, n, at in (("whole", 8, 1.0), ("newest", 4, 2.0)))
+    assert played("kai", s, kept, whole, newest) == []
+    assert played("kai", s, ask("urgent", slot(4), slot(4), queue="q", priority=90, at=3.0), at=200.0) == ["whole"]
+    assert running(s) == {"kept", "newest", "urgent"}

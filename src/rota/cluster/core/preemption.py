@@ -180,7 +180,7 @@ def make_room(
     After each one more the job is placed and then the stopped ones are placed again in the same order, where they
     were if possible. A job that lies as before is not a victim; one that lies elsewhere is a victim that may continue
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
-    taken. None if no such set of at most ``VICTIMS_MAX`` jobs was found; the state stays as it was. Who ``may_stop``
+    taken. Each victim is left out again, last first, if the job still fits: none is superfluous. None if no such set of at most ``VICTIMS_MAX`` jobs was found; the state stays as it was. Who ``may_stop``
     is False for is never allowed to, whoever else stops, nor is any without it: moves alone free no more devices.
     """
     missing, pool = missing_milli(state, row.ask.shape), list[LiveJob]()
@@ -204,6 +204,12 @@ def make_room(
             fewer = _refit(state, txn, row, placer, moved) if len(moved) < len(taken) else None
             if fewer is not None and allowed([r for r in moved if r.ask.id not in fewer]):
                 taken, places = moved, fewer
+            for other in [r for r in reversed(taken) if places.get(r.ask.id) != r.held]:
+                rest = [r for r in taken if r is not other]
+                fewer = _refit(state, txn, row, placer, rest) if rest else None
+                stopped = rest if fewer is None else [r for r in rest if r.ask.id not in fewer]
+                if fewer is not None and allowed(stopped) and not any(r.ask.id in places for r in stopped):
+                    taken, places = rest, fewer
             return tuple(
                 Victim(
                     job=r.ask.id,

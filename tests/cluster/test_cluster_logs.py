@@ -433,7 +433,7 @@ def test_an_estimate_counts_on_what_a_stopped_job_gives_back_and_not_on_its_retu
     log.decide(3.0)
     log.add(event, "held", 100.0)
     ((job, waits),) = log.decide(100.0)
-    assert (job, isinstance(waits, JobWaits) and waits.reason) == ("next", Reason.AWAITING_PREEMPTION)
+    assert (job, isinstance(waits, JobWaits) and waits.reason) == ("next", Reason.AWAITING_RELEASE)
     found = Forecast(log.scheduler.state, log.scheduler.profile, 100.0).play(SystemClock()).of(JobId("next"))
     assert found.p50 == 130.0
 

@@ -12,7 +12,7 @@ from test_cluster_live import spec, with_nodes
 
 from rota.cluster.core.capacity import OverLimit, QueueTable
 from rota.cluster.core.cycle import decide, step
-from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
+from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, StopRequested, Tick, apply
 from rota.cluster.core.explain import explain
 from rota.cluster.core.jobs import JobAsk, LiveJob
 from rota.cluster.core.queue_order import wait_of
@@ -64,6 +64,7 @@ CASES = {
         jobs=(ask("j", slot(8)),), nodes=(node("n", 4), node("sick", 8)), bad="sick", health=Health.CORDONED
     ),
     Reason.AWAITING_PREEMPTION: Case(jobs=(ask("run", slot(4)), ask("j", priority=90)), profile="default"),
+    Reason.AWAITING_RELEASE: Case(jobs=(ask("run", slot(4)), ask("j")), profile="default"),
     Reason.RESERVED_FOR_OTHER: Case(
         jobs=(ask("run", slot(3), est_s=9.0), ask("big", slot(4), at=1, est_s=9.0), ask("j", at=2, est_s=99.0)),
         profile="default",
@@ -92,6 +93,8 @@ def test_a_job_that_waits_knows_what_binds(reason: Reason) -> None:
     if reason is Reason.COOL_DOWN:
         apply(s, JobReleased(job=JobId("j"), back_at=100.0), 2.0)
         step(s, Tick(), get_profile(case.profile), 2.0)
+    if reason is Reason.AWAITING_RELEASE:
+        step(s, StopRequested(job=JobId("run"), final=True), get_profile(case.profile), 2.0)
     wait = s.jobs[JobId("j")].wait
     assert wait is not None and wait.reason is reason
     assert case.bad in wait.text, "a node that is out of order is named"

@@ -76,6 +76,7 @@ class Reason(StrEnum):
     NODES_DRAINED = _waits("Nodes that it could use are being drained or are cordoned: they take no new work.")
     BAD_CELLS = _waits("Devices of this tenant are out of order.")
     AWAITING_PREEMPTION = _waits("Devices are being given back by jobs that are stopping.")
+    AWAITING_RELEASE = _waits("Devices are being given back by jobs that end or are paused.")
     RESERVED_FOR_OTHER = _waits("Free devices are reserved for a job ahead.")
     BEHIND_IN_ORDER = _waits("A job ahead in the order of the queue must start first.")
     NOT_BEFORE = _waits("The job asked not to begin before a later time.")

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from rota.cluster.core import cycle, events
+from rota.cluster.core.admission import AWAITED
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Allocation, Allocations, JobAsk, Shape, Slot, asked
 from rota.cluster.core.profile import Admit, Preempt, Profile
@@ -18,7 +19,6 @@ from rota.cluster.policies.kai import kai
 from rota.spec.gang import CellLevel
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
-from rota.spec.reasons import Reason
 from rota.spec.resources import Device, Node, Res
 from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
 
@@ -136,7 +136,7 @@ class _Replay:
                     pass
         check(self.state)
         for job, row in self.state.jobs.items():
-            if row.phase == "queued" and row.wait is not None and row.wait.reason is Reason.AWAITING_PREEMPTION:
+            if row.phase == "queued" and row.wait is not None and row.wait.reason in AWAITED:
                 self.status[job] = _Status("pipelined", tuple(row.wait.fields["nodes"]))
 
     def _settle(self) -> None:

@@ -350,11 +350,15 @@ class Tally:
     nodes_left: int
 
 
-def waits_for_preemption(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
+AWAITED = frozenset({Reason.AWAITING_PREEMPTION, Reason.AWAITING_RELEASE})
+"""Reasons of jobs that have claimed what others are giving back, as they must or as they stop for good."""
+
+
+def waits_for_others(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
     """A job waits for what these jobs are giving back, and will lie on these nodes."""
     gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
     return Wait(
-        reason=Reason.AWAITING_PREEMPTION,
+        reason=Reason.AWAITING_RELEASE if all(state.jobs[job].final for job in jobs) else Reason.AWAITING_PREEMPTION,
         text=f"{counted(len(jobs), 'job')} {'is' if len(jobs) == 1 else 'are'} giving {counted(gpus, 'GPU')} back.",
         fields={"jobs": list(jobs), "gpus": gpus, "nodes": nodes},
     )

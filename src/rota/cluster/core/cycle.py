@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rota.cluster.core.admission import (
+    AWAITED,
     LIMITS,
     NAMED_MAX,
     HeldBack,
     held_back,
     waits_because,
-    waits_for_preemption,
+    waits_for_others,
     with_held_back,
     with_spares,
 )
@@ -282,7 +283,7 @@ class _Pass:
 
     def _holds_up(self, wait: Wait | RememberedRefusal) -> bool:
         """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
-        claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
+        claimed = self.profile.victims is not None and wait.reason in AWAITED
         return self.profile.block == "queue" and not claimed and wait.reason not in PASSED_BY
 
     def _start(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal | None:
@@ -542,7 +543,7 @@ class _Pass:
         self.tentative.keep(held)
         self.tentative.jobs.append(row.ask.id)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
-        return waits_for_preemption(self.state, stopping, nodes)
+        return waits_for_others(self.state, stopping, nodes)
 
     def _gates(self, row: LiveJob) -> Wait | None:
         wait = self._gate_time(row) or self._gate_queue(row) or self._gate_order(row)

@@ -180,8 +180,9 @@ def make_room(
     After each one more the job is placed and then the stopped ones are placed again in the same order, where they
     were if possible. A job that lies as before is not a victim; one that lies elsewhere is a victim that may continue
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
-    taken. Each victim is left out again, last first, if the job still fits: none is superfluous. None if no such set of at most ``VICTIMS_MAX`` jobs was found; the state stays as it was. Who ``may_stop``
-    is False for is never allowed to, whoever else stops, nor is any without it: moves alone free no more devices.
+    taken. Each victim is left out again, last first, if the job still fits: none is superfluous. None if no such set
+    of at most ``VICTIMS_MAX`` jobs was found; the state stays as it was. Who ``may_stop`` is False for is never
+    allowed to, whoever else stops, nor is any without it: moves alone free no more devices.
     """
     missing, pool = missing_milli(state, row.ask.shape), list[LiveJob]()
     if missing > 0 and may_stop is None:

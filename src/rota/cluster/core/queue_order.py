@@ -8,7 +8,7 @@ from functools import cache, partial
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from rota.cluster.core.admission import LIMITS, held_back, too_few_free, with_held_back
+from rota.cluster.core.admission import AWAITED, LIMITS, held_back, too_few_free, with_held_back
 from rota.cluster.core.jobs import LineKey, LiveJob, Shape, Wait
 from rota.cluster.core.preemption import BackfillReservations
 from rota.cluster.core.profile import Profile
@@ -19,7 +19,7 @@ from rota.spec.reasons import INFO, Reason
 PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.DEPENDENCY, Reason.COOL_DOWN, Reason.USER_LIMIT})
 """Reasons that lie in the job or its user: those behind it in its queue need not wait with it."""
 
-FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
+FOR_ONE_JOB = AWAITED | {Reason.RESERVED_FOR_OTHER}
 """Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
 
 BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
@@ -168,7 +168,7 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float, short_of: Sh
         if other == job:
             break
         wait = state.jobs[other].wait
-        if wait is None or wait.reason is Reason.AWAITING_PREEMPTION or (by_queue and wait.reason in PASSED_BY):
+        if wait is None or wait.reason in AWAITED or (by_queue and wait.reason in PASSED_BY):
             continue
         if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
             continue

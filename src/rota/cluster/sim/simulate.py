@@ -183,9 +183,7 @@ class Simulation:
             if self.clock.monotonic_s() - began > self.wall_max_s:
                 break
         result = self.result
-        result.borrowed_gpu_s = {
-            queue.path: seconds for queue, seconds in zip(self.state.queues.rows, self._borrowed)
-        }
+        result.borrowed_gpu_s = {queue.path: seconds for queue, seconds in zip(self.state.queues.rows, self._borrowed)}
         result.fragmentation = float(np.mean(self._samples)) if self._samples else 0.0
         result.share_gap = self._gap_s / self._waiting_s if self._waiting_s else 0.0
         for job in self.runs.keys() & self.state.jobs.keys():

@@ -144,7 +144,8 @@ class Simulation:
         usable = state.usable[state.dev_node] & (state.dev_health == 0)  # also those that jobs have now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(usable.sum()))
         self._borrowed = [0.0] * len(state.queues.rows)
-        self._promised: list[int] = [promised or UNLIMITED for promised in state.queues.guaranteed[:, GPU].tolist()]
+        promised: list[int] = state.queues.guaranteed[:, GPU].tolist()
+        self._promised = [milli or UNLIMITED for milli in promised]
         self._roots = [row for row, queue in enumerate(state.queues.rows) if queue.parent is None]
         self._samples: list[float] = []
         self._whole, self._part = _shares_of(state)

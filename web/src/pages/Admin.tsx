@@ -47,7 +47,7 @@ function Audit() {
           { name: "From", cell: (one) => one.address },
           { name: "Request", cell: (one) => `${one.method} ${one.path}` },
           { name: "Status", cell: (one) => `${one.status ?? "under way"}${one.dry_run ? ", dry run" : ""}` },
-          { name: "Details", cell: (one) => [one.instance, one.command].filter(Boolean).join(": ") },
+          { name: "Details", cell: (one) => [one.instance, one.command, one.change].filter(Boolean).join(": ") },
         ]}
       />
       {found.hasNextPage && (

@@ -123,7 +123,10 @@ DISTURBED = {
         faults_min=1,
     ),
     "sft_stdlib": Example(
-        ("--set", "roles.train.replicas=2", "--set", "roles.train.resources.cpus=0.6"),
+        (
+            *("--set", "roles.train.run=python train.py --steps 2000"),
+            *("--set", "roles.train.replicas=2", "--set", "roles.train.resources.cpus=0.6"),
+        ),
         "result.json",
         ("--set", "roles.train.replicas=3", "--set", "roles.train.env.ROTA_GLOBAL_BATCH=1023"),
         steps="worlds.txt",

@@ -81,7 +81,7 @@ def _pack_sum(total: int) -> bytes:
     return _SUM.pack(total % (1 << 64))
 
 
-def send_payload(link: socket.socket, message: bytes, parts: Sequence[Part], skip: tuple[int, int]) -> int:
+def send_payload(link: socket.socket, message: bytes, parts: Sequence[VersionPart], skip: tuple[int, int]) -> int:
     """Send a message and the payloads of ``parts`` behind it, from byte ``skip[1]`` of part ``skip[0]`` on.
 
     Returns the bytes of payload that were sent. What the kernel sends it takes from the files of the segments, later:
@@ -103,7 +103,7 @@ def send_payload(link: socket.socket, message: bytes, parts: Sequence[Part], ski
     return sent
 
 
-def _send_chunk(link: socket.socket, file: int, part: Part, at: int, size: int) -> bytes:
+def _send_chunk(link: socket.socket, file: int, part: VersionPart, at: int, size: int) -> bytes:
     """Send a chunk; the checksum to send behind it. Each piece is summed before it is sent: a version that changes
     meanwhile is a fault that the receiver must see."""
     total, end = 0, at + size
@@ -115,7 +115,7 @@ def _send_chunk(link: socket.socket, file: int, part: Part, at: int, size: int) 
     return _pack_sum(total)
 
 
-class Part:
+class VersionPart:
     """One part of a leased version: its payload in memory, and where that lies in the file of its segment."""
 
     __slots__ = ("manifest", "memory", "offset", "path", "rank", "world")

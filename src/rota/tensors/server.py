@@ -324,7 +324,7 @@ class Receivers:
         return "" if len(before) < CHILDREN else before[place % CHILDREN]
 
 
-class LeasedPart(messages.Part):
+class LeasedPart(messages.VersionPart):
     """A part whose lease lives as long as this does."""
 
     __slots__ = ("group", "holder")

@@ -232,7 +232,7 @@ def test_a_byte_that_changed_on_the_way_is_noticed(changed: int, tmp_path: Path)
     path = tmp_path / "segment"
     path.write_bytes(payload.tobytes())
     memory = memoryview(payload.tobytes())
-    part = messages.Part(path=path, offset=0, memory=memory, manifest=b"", rank=0, world=1)
+    part = messages.VersionPart(path=path, offset=0, memory=memory, manifest=b"", rank=0, world=1)
     ours, between = socket.socketpair()
     onward, theirs = socket.socketpair()
     chunks = changed // messages.CHUNK_BYTES
@@ -259,6 +259,6 @@ def test_a_byte_that_changed_on_the_way_is_noticed(changed: int, tmp_path: Path)
     assert target[: chunks * messages.CHUNK_BYTES] == memory[: chunks * messages.CHUNK_BYTES]
 
 
-def _send(link: socket.socket, part: messages.Part) -> None:
+def _send(link: socket.socket, part: messages.VersionPart) -> None:
     with link, contextlib.suppress(OSError):
         messages.send_payload(link, b"", [part], (0, 0))

@@ -630,8 +630,8 @@ export interface OutlookFigures {
   jobs: number;
   started: number;
   finished: number;
-  wait_s: Spread;
-  jct_s: Spread;
+  wait_s: Quantiles;
+  jct_s: Quantiles;
   makespan_s: number;
   utilisation: number | null;
   preemptions: number;
@@ -649,7 +649,7 @@ export interface OutlookJob {
 }
 
 /** Cells that a queue owns, of a level. */
-export interface OwnedCells {
+export interface OwnedCellsDocument {
   level: string;
   count: number;
   gpu_type: string | null;
@@ -765,11 +765,20 @@ export interface ProgressReport {
   weights: WeightsRow[];
 }
 
+/** Mean, quantiles and maximum; null without values. */
+export interface Quantiles {
+  mean: number | null;
+  p50: number | null;
+  p95: number | null;
+  p99: number | null;
+  max: number | null;
+}
+
 /** A queue with its guarantee, use and waiting jobs. */
 export interface QueueRow {
   path: string;
   guaranteed: Resources | null;
-  cells: OwnedCells[];
+  cells: OwnedCellsDocument[];
   pinned: string[];
   limit: Resources | null;
   user_limit: Resources | null;
@@ -900,15 +909,6 @@ export interface SizedPlanRow {
 export interface SlowRow {
   instance: string;
   factor: number;
-}
-
-/** Mean, quantiles and maximum; null without values. */
-export interface Spread {
-  mean: number | null;
-  p50: number | null;
-  p95: number | null;
-  p99: number | null;
-  max: number | null;
 }
 
 /** A change that would let the job start now; `change` is `{set, value}`, `victims` are stopped for it. */

@@ -93,7 +93,7 @@ class JobSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DowntimePassed:
+class JobWasDown:
     """Nothing of a job ran since that time, though it held what it holds."""
 
     job: JobId
@@ -154,7 +154,7 @@ Event = (
     | StopRequested
     | JobReleased
     | JobSaved
-    | DowntimePassed
+    | JobWasDown
     | JobPaused
     | ReasonGiven
     | JobGone
@@ -253,7 +253,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
         case JobSaved(n=n) if row is not None:
             state.put(txn, paced(row._replace(saved_at=now), n, now))
-        case DowntimePassed(since=since) if row is not None and row.held:
+        case JobWasDown(since=since) if row is not None and row.held:
             away_s = max(0.0, now - max(since, row.started_at))
             state.put(txn, row._replace(served_s=row.served_s - away_s, done_s=row.done_s - away_s))
         case JobPaused(paused=paused) if row is not None and not row.held:

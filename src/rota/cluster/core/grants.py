@@ -131,11 +131,11 @@ def row_of(job: JobId, gang: GangId) -> JobId:
 
 def in_rows_of(
     job: JobId, asks: Sequence[GangRequest], event: Committed | CheckpointSaved | DowntimePassed
-) -> Iterator[events.JobSaved | events.DowntimePassed]:
+) -> Iterator[events.JobSaved | events.JobWasDown]:
     """What a record of a job is for each of its rows: that of the job and those of the gangs beside it."""
     for row in (job, *(row_of(job, one.gang) for one in asks)):
         if isinstance(event, DowntimePassed):
-            yield events.DowntimePassed(job=row, since=event.since)
+            yield events.JobWasDown(job=row, since=event.since)
         else:
             yield events.JobSaved(job=row, n=event.n)
 

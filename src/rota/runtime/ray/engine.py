@@ -38,7 +38,7 @@ from rota.spec.codec import JsonObject, JsonValue
 from rota.spec.errors import EngineUnavailable
 
 Storage = Literal["rocksdb", "memory"]
-Health = Literal["fast", "normal", "slow"]
+HealthCheckPace = Literal["fast", "normal", "slow"]
 
 HOST_LABEL = "rota-host"
 NODE_ID_LABEL = "ray.io/node-id"
@@ -52,7 +52,7 @@ _GCS_DEATHS_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.02
 
-_HEALTH: Mapping[Health, tuple[int, int, int, int]] = {
+_HEALTH: Mapping[HealthCheckPace, tuple[int, int, int, int]] = {
     "fast": (0, 500, 500, 3),
     "normal": (0, 1000, 2000, 3),
     "slow": (0, 3000, 10_000, 5),
@@ -75,7 +75,7 @@ class EngineSettings:
     host: str = "local"
     cpus: float = 16.0
     storage: Storage = "rocksdb"
-    health: Health = "normal"
+    health: HealthCheckPace = "normal"
     object_store_bytes: int = 512 * 2**20
     warm: int = 0
     preload: Sequence[str] = ()

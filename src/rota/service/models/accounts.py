@@ -158,7 +158,7 @@ class LoginDocument(Closed):
     url: str
 
 
-class Health(Closed):
+class Liveness(Closed):
     """The process answers; ``records`` are in the log that it has read."""
 
     ok: bool

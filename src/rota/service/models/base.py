@@ -158,7 +158,7 @@ class Resources(Closed):
     memory_bytes: int
 
 
-class Spread(Closed):
+class Quantiles(Closed):
     """Mean, quantiles and maximum; null without values."""
 
     mean: float | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-from rota.service.models.base import Closed, Fields, Headed, Moment, Resources, Spread, Why
+from rota.service.models.base import Closed, Fields, Headed, Moment, Quantiles, Resources, Why
 from rota.service.models.jobs import BundleRow, SizedPlanRow
 from rota.service.models.reasons import Ahead, StartChange, TallyRow, VictimRow
 from rota.spec.codec import JsonObject
@@ -186,7 +186,7 @@ class DrainPlan(Headed):
     note: str
 
 
-class OwnedCells(Closed):
+class OwnedCellsDocument(Closed):
     """Cells that a queue owns, of a level."""
 
     level: str
@@ -199,7 +199,7 @@ class QueueFields(Closed):
 
     path: str
     guaranteed: Resources | None
-    cells: list[OwnedCells]
+    cells: list[OwnedCellsDocument]
     pinned: list[str]
     limit: Resources | None
     user_limit: Resources | None
@@ -371,8 +371,8 @@ class UsageRow(Closed):
     cancelled: int
     gpu_hours: float
     cpu_hours: float
-    wait_s: Spread
-    response_s: Spread
+    wait_s: Quantiles
+    response_s: Quantiles
     restarts: int
 
 
@@ -435,8 +435,8 @@ class OutlookFigures(Closed):
     jobs: int
     started: int
     finished: int
-    wait_s: Spread
-    jct_s: Spread
+    wait_s: Quantiles
+    jct_s: Quantiles
     makespan_s: float
     utilisation: float | None
     preemptions: int

@@ -16,7 +16,7 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.service.accounts import UserRole
-from rota.service.models.accounts import Health, LoginDocument
+from rota.service.models.accounts import Liveness, LoginDocument
 from rota.service.models.base import REFUSAL, Sent
 from rota.service.rest.auth import COOKIE, SESSION_TTL_S, bracketed, host_of
 from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
@@ -46,13 +46,13 @@ ui = APIRouter(tags=["page"], dependencies=[Depends(known_host)], include_in_sch
 
 
 @router.get("/healthz")
-async def healthz() -> Sent[Health]:
+async def healthz() -> Sent[Liveness]:
     """The process lives. Open to every name: who probes a process often knows its address alone."""
     return {"ok": True}
 
 
 @_named.get("/readyz")
-async def readyz(app: Parts) -> Sent[Health]:
+async def readyz(app: Parts) -> Sent[Liveness]:
     """The log was replayed and the store answers; 503 until then."""
     if not app.ready or app.loop.stale_since is not None:
         raise NotReachable("not ready", hint="the log is being replayed, or cannot be reached")

@@ -22,6 +22,7 @@ from rota.job.rpc.client import Refusal
 from rota.job.rpc.peers import JobPlace, PeerTable
 from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
+from rota.runtime.devices import DeviceFamily
 from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, ProcessDied
 from rota.spec.dispatch import Rank
@@ -351,7 +352,10 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
 
 def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, told = {1: 4}, threading.Event()
-    monkeypatch.setattr(preflight, "memory_errors", lambda: dict(errors))
+    family = DeviceFamily()
+    monkeypatch.setattr(family, "inventory", tuple)
+    monkeypatch.setattr(family, "memory_errors", lambda: dict(errors))
+    monkeypatch.setattr(preflight, "local_family", lambda: family)
     monkeypatch.setattr(instance_module, "DEVICES_EVERY_S", 0.01)
 
     class Listening(QuietLauncher):

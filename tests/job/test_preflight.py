@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from rota.job.core.progress import Verdict
+from rota.job.health import preflight
 from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, findings_for, pairwise, quick
+from rota.runtime import devices
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.node import fake_devices
+from rota.runtime.devices import DeviceFamily, Nvidia, Pretended
 from rota.spec.reasons import Reason
 
 NONE = DeviceWatch(())
@@ -36,8 +38,12 @@ def test_too_little_space_is_told_in_mebibytes(tmp_path: Path) -> None:
     assert found.reason is Reason.OUTPUT_FULL and "MiB left" in found.text
 
 
+def use(monkeypatch: pytest.MonkeyPatch, family: DeviceFamily) -> None:
+    monkeypatch.setattr(preflight, "local_family", lambda: family)
+
+
 def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("1xH100"))
+    use(monkeypatch, Pretended("1xH100"))
     (found,) = quick([tmp_path], DeviceWatch((0, 1)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert NodeUnfit([found]).reason is Reason.GPU_LOST
@@ -114,21 +120,23 @@ def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = (Path(__file__).parents[1] / "data" / "job" / "kernel.log").read_text().replace("[ 1843.", "[9999999999.")
-    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("2xH100"))
-    monkeypatch.setattr("rota.job.health.preflight.kernel_lines", log.splitlines)
-    monkeypatch.setattr("rota.job.health.preflight.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
+    for address in ("0000:1a:00.0", "0000:44:00.0"):
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    use(monkeypatch, Nvidia(tmp_path / "gpus"))
+    monkeypatch.setattr(devices.process, "output_of", lambda command, **_: log if command == ("dmesg",) else "")
     assert quick([tmp_path], DeviceWatch((0,))) == []
     (found,) = quick([tmp_path], DeviceWatch((1,)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
-    assert "device 1 (0000:44:00) is faulty: Xid 79" in found.text
+    assert "device 1 is faulty: Xid 79: GPU has fallen off the bus. (0000:44:00); drain" in found.text
 
 
 def test_a_device_whose_memory_errors_rise_under_its_work_is_faulty_and_older_errors_are_not_held_against_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = {0: 7, 1: 2, 2: 0}
-    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("3xH100"))
-    monkeypatch.setattr("rota.job.health.preflight.memory_errors", lambda: dict(counted))
+    family = Pretended("3xH100")
+    monkeypatch.setattr(family, "memory_errors", lambda: dict(counted))
+    use(monkeypatch, family)
     watch = DeviceWatch((0, 1))
     assert watch.look() == []
     counted |= {0: 0, 2: 5}

@@ -229,3 +229,40 @@ def test_an_example_gives_within_five_minutes_what_its_readme_states(
     found = json.loads((Path(json.loads(done.stdout)["output"]) / "result.json").read_text())
     assert round(found[figure], 3) >= least
     assert found.get("share", 0.0) <= 0.48, "of the bits that the frequencies need"
+
+
+TOYS = """
+from rota.runtime.devices import DeviceFamily, DeviceFault
+from rota.spec.resources import Device
+
+class Toys(DeviceFamily):
+    name = "toy"
+    variable = "TOY_VISIBLE_DEVICES"
+
+    def inventory(self):
+        return tuple(Device(index=i, type="TOY1", memory_bytes=1 << 30) for i in range(4))
+
+    def faults(self):
+        return [DeviceFault(index=2, text="too hot")]
+"""
+
+
+def test_devices_of_a_family_of_the_installation_are_given_out_and_shown_by_its_variable(
+    installation: Installation,
+) -> None:
+    (installation.folder / "toys.py").write_text(TOYS)
+    installation.env["PYTHONPATH"] = f"{installation.folder}:{installation.env.get('PYTHONPATH', '')}"
+    (installation.home / "config.toml").write_text('device_families = "toys:Toys"\n')
+    saw = 'run: "echo toys=$TOY_VISIBLE_DEVICES."'
+    roles = (("one", 3, "gpus: 1, gpu_type: TOY1"), ("none", 1, "gpus: 0"))
+    text = "".join(f"  {name}: {{{saw}, replicas: {n}, resources: {{{res}}}}}\n" for name, n, res in roles)
+    (installation.folder / "job.yaml").write_text(f"name: toys\nroles:\n{text}")
+    ran = installation.rota("run", "-w", "job.yaml")
+    assert ran.returncode == 0, ran.stderr
+    said = re.findall(r"(one|none)/.*toys=([\d,]*)\.", installation.rota("logs", "toys-1").stdout)
+    assert sorted(said) == [("none", ""), ("one", "0"), ("one", "1"), ("one", "3")], "2 is unfit"
+    (node,) = json.loads(installation.rota("nodes", "--json").stdout)["items"]
+    assert [device["health"] for device in node["devices"]] == ["healthy", "healthy", "bad", "healthy"]
+    assert node["labels"]["rota.unfit-devices"] == "device 2: too hot"
+    more = installation.rota("run", "-w", "-n", "more", "--gpus", "1", "--replicas", "4", "--", "true")
+    assert more.returncode != 0 and "TOY" not in more.stdout, more.stderr

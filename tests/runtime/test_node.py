@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rota.runtime.node import CPUS_MIN, cores_allowed, local_node, network_environment, nvidia_devices, own_names
+from rota.runtime.devices import Nvidia
+from rota.runtime.node import CPUS_MIN, cores_allowed, local_node, network_environment, own_names
 
 INFORMATION = "Model: \t\t NVIDIA {model} 80GB HBM3\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{n}\nBus Type: \t PCIe\n"
 
@@ -18,14 +19,14 @@ def test_devices_come_in_the_order_of_their_bus_addresses(tmp_path: Path) -> Non
     for n, (address, model) in enumerate([("0000:8a:00.0", "H100"), ("0000:1b:00.0", "A100")]):
         (tmp_path / address).mkdir()
         (tmp_path / address / "information").write_text(INFORMATION.format(model=model, n=n))
-    assert [(one.index, one.type, one.uuid) for one in nvidia_devices(tmp_path)] == [
+    assert [(one.index, one.type, one.uuid) for one in Nvidia(tmp_path).inventory()] == [
         (0, "A100", "GPU-1"),
         (1, "H100", "GPU-0"),
     ]
 
 
 def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
-    assert nvidia_devices(tmp_path / "absent") == ()
+    assert Nvidia(tmp_path / "absent").inventory() == ()
 
 
 def test_the_local_node_has_cores_for_a_handful_of_roles_and_all_memory() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from rota.runtime import probe, process
 from rota.runtime.clock import SystemClock
-from rota.runtime.node import fake_devices, local_devices, local_node, nvidia_devices
+from rota.runtime.devices import Pretended, local_devices
+from rota.runtime.node import local_node
 from rota.runtime.probe import Load, calls_of, probe_process
 
 SPIN = """
@@ -59,18 +60,7 @@ def test_fake_devices_come_from_the_environment() -> None:
     ]
     assert local_devices({"ROTA_FAKE_DEVICES": "0xA100"}) == ()
     with pytest.raises(ValueError, match="COUNTxTYPE"):
-        fake_devices("H100")
-
-
-def test_devices_of_the_driver_are_listed_in_bus_order(tmp_path) -> None:
-    for bus, uuid in (("0000:41:00.0", "GPU-b"), ("0000:01:00.0", "GPU-a")):
-        (tmp_path / bus).mkdir()
-        (tmp_path / bus / "information").write_text(f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\n")
-    assert [(device.index, device.type, device.uuid) for device in nvidia_devices(tmp_path)] == [
-        (0, "H200", "GPU-a"),
-        (1, "H200", "GPU-b"),
-    ]
-    assert nvidia_devices(tmp_path / "nothing") == ()
+        Pretended("H100")
 
 
 def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_out(spinner) -> None:

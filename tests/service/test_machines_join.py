@@ -17,8 +17,9 @@ import pytest
 from standing import HELLO, Standing, with_service
 
 from rota.runtime import process
+from rota.runtime.devices import local_devices
 from rota.runtime.environ import Home
-from rota.runtime.node import host_name, local_devices, machine_identity
+from rota.runtime.node import host_name, machine_identity
 from rota.service.accounts import AccountBook, Caller, UserRole
 from rota.service.config import load_settings
 from rota.service.machine_checks import own_versions, version_conflicts

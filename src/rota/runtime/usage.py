@@ -10,7 +10,8 @@ import psutil
 
 from rota.runtime import process
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.node import cores_allowed, nvidia_rows
+from rota.runtime.devices import nvidia_rows
+from rota.runtime.node import cores_allowed
 from rota.spec.measured import DeviceUsage, DiskUsage, MachineUsage, NetworkUsage, ProcessUsage
 
 PERIOD_S = 0.5

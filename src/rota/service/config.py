@@ -67,6 +67,9 @@ class Settings:
     ] = ""
     poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
     stores: Annotated[str, "Named URLs, `NAME=URL` with spaces between: `data: NAME:/path`. In the file a table."] = ""
+    device_families: Annotated[
+        str, "Families of devices beside the built-in ones, `MODULE:CLASS` with spaces between."
+    ] = ""
     logs_kept_days: Annotated[float, "Days that logs of a job are kept after its end. 0: for ever."] = 0.0
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -221,6 +224,9 @@ def _checked(settings: Settings, given: _Given) -> Settings:
         if not NAME_PATTERN.match(name) or "://" not in url:
             hint = "[stores] in config.toml: datasets = 's3://bucket/prefix'; a store that is mounted: file:///path"
             raise given.wrong("stores", f"has {masked_url(one)!r}, which is not NAME=URL", hint)
+    for one in settings.device_families.split():
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", one):
+            raise given.wrong("device_families", f"has {one!r}, which is not MODULE:CLASS")
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

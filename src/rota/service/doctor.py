@@ -18,6 +18,8 @@ from typing import Literal, TypedDict, cast
 
 import psutil
 
+from rota.runtime import environ
+from rota.runtime.devices import FAMILIES_VARIABLE
 from rota.runtime.environ import Home
 from rota.runtime.node import local_node
 from rota.runtime.process import RunFolder
@@ -128,6 +130,7 @@ def _registry(settings: Settings) -> Iterator[DoctorFinding]:
 
 
 def _machine(settings: Settings) -> Iterator[DoctorFinding]:
+    environ.export(FAMILIES_VARIABLE, settings.device_families)
     node = local_node()
     kinds = sorted({device.type for device in node.devices})
     devices = f"{counted(len(node.devices), 'device')} ({', '.join(kinds)})" if node.devices else "no devices"

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from math import inf
 from numbers import Real
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from torch import nn
 from rota import tensors
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
-from rota.runtime.node import group_backend
+from rota.runtime.devices import local_family
+from rota.runtime.node import accelerator, group_backend
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, home_of, parallelize
@@ -141,12 +142,14 @@ def check_arguments(
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank, made the current one, where the default process group speaks NCCL; else the CPU."""
-    if not torch.cuda.is_available() or "nccl" not in dist.get_backend():
+    """The device of this rank, made the current one, where the default process group has its backend; else the CPU."""
+    kind = accelerator()
+    if kind == "cpu" or local_family().backend not in dist.get_backend_config():
         return torch.device("cpu")
-    index = int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    devices: Any = torch.get_device_module(kind)
+    index = int(environ.get("LOCAL_RANK", "0")) % devices.device_count()
+    devices.set_device(index)
+    return torch.device(kind, index)
 
 
 def plan_of_job() -> ParallelPlan | None:

@@ -14,11 +14,11 @@ from rota.job.core.progress import (
     Pace,
     RateWatch,
     bad_losses,
-    device_faults,
     memory_evidence,
     storage_reason,
     stragglers,
 )
+from rota.runtime.devices import xid_faults
 from rota.spec.reasons import Reason
 
 DATA = Path(__file__).parents[2] / "data" / "job"
@@ -74,11 +74,11 @@ def test_without_their_excuses_the_same_silences_would_be_drops() -> None:
 
 def test_of_the_reports_of_a_driver_those_that_are_the_fault_of_a_device_name_it_while_they_are_fresh() -> None:
     lines = KERNEL.read_text().splitlines()
-    found = {fault.bus: (fault.reason, fault.text) for fault in device_faults(lines, 1850.0)}
+    found = xid_faults(lines, 1850.0)
     assert found == {"0000:44:00": (Reason.GPU_LOST, "Xid 79: GPU has fallen off the bus.")}
-    early = {fault.bus: fault.reason for fault in device_faults(lines, 1500.0)}
+    early = {bus: reason for bus, (reason, _) in xid_faults(lines, 1500.0).items()}
     assert early == {"0000:5e:00": Reason.GPU_ECC, "0000:44:00": Reason.GPU_LOST}
-    assert device_faults(lines, 9000.0) == (), "a fault of the code (31) and a remap that went well (63) are none"
+    assert xid_faults(lines, 9000.0) == {}, "a fault of the code (31) and a remap that went well (63) are none"
 
 
 def test_memory_needs_the_signal_and_the_count_of_the_kernel_and_no_word() -> None:

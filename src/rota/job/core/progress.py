@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
@@ -221,15 +220,6 @@ SLOW_STEPS = 20
 """A member is slow when the median of this number of its steps exceeds that of its role by this factor."""
 DROP_SHARE = 0.6
 DROP_S = 30.0
-XID_RECENT_S = 600.0
-"""An older report says nothing about the present: the device may have been reset."""
-XIDS: Mapping[int, Reason] = {
-    **dict.fromkeys((48, 64, 94, 95, 140), Reason.GPU_ECC),
-    **dict.fromkeys((79, 119, 120), Reason.GPU_LOST),
-}
-"""Reports of the driver that are the device's own fault, not that of what runs on it. Source: NVIDIA, "Xid Errors",
-catalog for Ampere and newer: uncorrectable and contained memory errors, failed remaps; off the bus, firmware silent."""
-_XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9a-f:]+)[.0-9]*\): (\d+),(.*)$", re.IGNORECASE)
 BASELINE_SAMPLES = 60
 BASELINE_SAMPLES_MIN = 10
 
@@ -287,27 +277,6 @@ class RateWatch:
     def dropped(self) -> bool:
         """True while the rate has been low for too long."""
         return self.low_since_s is not None and self.now_s - self.low_since_s >= DROP_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFault:
-    """What the kernel log says of a device: its bus address in lower case, and the reason."""
-
-    bus: str
-    reason: Reason
-    text: str
-
-
-def device_faults(lines: Iterable[str], now_s: float) -> tuple[DeviceFault, ...]:
-    """Faults of devices in lines of the kernel log, whose stamps and ``now_s`` count from boot; the first of each."""
-    found: dict[str, DeviceFault] = {}
-    for line in lines:
-        match = _XID.match(line)
-        if match is None or int(match[3]) not in XIDS or now_s - float(match[1]) > XID_RECENT_S:
-            continue
-        text = f"Xid {match[3]}:{match[4]}"
-        found.setdefault(match[2].lower(), DeviceFault(bus=match[2].lower(), reason=XIDS[int(match[3])], text=text))
-    return tuple(found.values())
 
 
 def memory_faults(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from rota.job.core.progress import (
     Pair,
     Verdict,
-    device_faults,
     first_round,
     memory_faults,
     second_round,
@@ -24,7 +23,8 @@ from rota.job.core.progress import (
     verdict,
 )
 from rota.runtime.clock import SystemClock
-from rota.runtime.node import bus_addresses, kernel_lines, local_devices, memory_errors
+from rota.runtime.devices import local_family
+from rota.runtime.node import accelerator
 from rota.spec.reasons import Reason
 from rota.tensors.core import Tensor
 
@@ -99,17 +99,19 @@ class DeviceWatch:
 
         They are compared with those that the driver of this node lists; where it lists none, nothing can be compared.
         """
-        found = list[Unfit]()
-        present = {device.index for device in local_devices()} if self.devices else set[int]()
+        if not self.devices:
+            return []
+        found, family = list[Unfit](), local_family()
+        present = {device.index for device in family.inventory()}
         if present and (missing := sorted(set(self.devices) - present)):
-            text = f"device {missing[0]} is not there (the node has {len(present)}); see nvidia-smi, drain the node"
+            look = f"see {family.tool}, " if family.tool else ""
+            text = f"device {missing[0]} is not there (the node has {len(present)}); {look}drain the node"
             found.append(Unfit(check="devices", reason=Reason.GPU_LOST, text=text))
-        mine = {bus: index for index, bus in enumerate(bus_addresses()) if index in self.devices}
-        for fault in device_faults(kernel_lines(), SystemClock().monotonic_s()) if mine else ():
-            if fault.bus in mine:
-                text = f"device {mine[fault.bus]} ({fault.bus}) is faulty: {fault.text}; {REMEDY}"
+        for fault in family.faults():
+            if fault.index in self.devices:
+                text = f"device {fault.index} is faulty: {fault.text}; {REMEDY}"
                 found.append(Unfit(check="devices", reason=fault.reason, text=text))
-        errors = memory_errors() if self.devices else {}
+        errors = dict(family.memory_errors())
         self.errors = errors if self.errors is None else self.errors
         for index, count in memory_faults(self.errors, errors).items():
             if index in self.devices:
@@ -133,11 +135,12 @@ def quick(folders: Iterable[Path], devices: DeviceWatch, *, free_min_bytes: int 
 def compute(devices: int) -> list[Unfit]:
     """Devices of this process that multiply wrongly; the processor where torch sees none of them. Imports torch."""
     torch: Any = importlib.import_module("torch")
-    devices = min(devices, torch.cuda.device_count())
+    kind = accelerator()
+    devices = 0 if kind == "cpu" else min(devices, torch.get_device_module(kind).device_count())
     row = torch.arange(MATRIX_N) % 7
     left, right = row.repeat(MATRIX_N, 1), (row.flip(0) - 3).repeat(MATRIX_N, 1).T.contiguous()
     wanted = int((row * (row.flip(0) - 3)).sum())
-    for place in [f"cuda:{index}" for index in range(devices)] or ["cpu"]:
+    for place in [f"{kind}:{index}" for index in range(devices)] or ["cpu"]:
         product = left.float().to(place) @ right.float().to(place)
         wrong = int((product != wanted).sum())
         if wrong:

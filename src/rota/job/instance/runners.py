@@ -26,7 +26,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import NODE, Home, export, get, snapshot
 from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
-from rota.runtime.node import NODE_ADDRESS, group_backend
+from rota.runtime.node import NODE_ADDRESS, accelerator, group_backend
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec
@@ -66,9 +66,9 @@ class InstanceContext:
     def process_group(self) -> Any:
         """Initialise ``torch.distributed`` for the mesh of this instance and return the default group.
 
-        Gloo, with NCCL for tensors on CUDA devices where torch sees such devices. The rendezvous belongs to this epoch:
-        after a recovery every member makes a new one. Calling it again returns the same group. Raises RuntimeError
-        outside an instance.
+        Gloo, and where torch sees devices the backend of their family for tensors on them (NCCL for CUDA). The
+        rendezvous belongs to this epoch: after a recovery every member makes a new one. Calling it again returns the
+        same group. Raises RuntimeError outside an instance.
         """
         if self.make_group is None:
             raise RuntimeError("process_group() needs an instance that runs in a job")
@@ -288,7 +288,7 @@ class ProcessGroup:
         )
         self._group = dist.group.WORLD
         if self._config.role.fail.check == "full":
-            self._check(rank, world, "cuda" if "nccl" in backend else "cpu")
+            self._check(rank, world, accelerator() if backend != "gloo" else "cpu")
         return self._group
 
     def _check(self, rank: int, world: int, device: str) -> None:

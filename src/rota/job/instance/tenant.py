@@ -17,6 +17,7 @@ from pathlib import Path
 from rota.job.instance.runners import InstanceConfig, environment_of
 from rota.job.rpc.peers import checkpoint_dir
 from rota.runtime import isolation
+from rota.runtime.devices import local_family
 from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home
 from rota.runtime.node import NODE_ADDRESS
 from rota.runtime.process import take_lock, try_lock
@@ -76,7 +77,8 @@ def environment(found: Mapping[str, str], config: InstanceConfig, given: Collect
     ``_KEPT_PREFIXES``). Under their own names the loader and the interpreter would act on them before the user is
     changed.
     """
-    own = {*given, *own_variables(config), *config.spec.secrets, *_KEPT, *_KEPT_OF_ROTA}
+    devices = local_family().environment(config.devices)
+    own = {*given, *own_variables(config), *config.spec.secrets, *_KEPT, *_KEPT_OF_ROTA, *devices}
     return {"PATH": os.defpath} | {
         isolation.PREFIX + name: value
         for name, value in found.items()

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rota.runtime import process
+from rota.runtime.devices import BUILT_IN
 from rota.runtime.node import cores_allowed
 from rota.runtime.output import last_line
 from rota.runtime.probe import LOOK_S, HangWatch, calls_of, end_hung, listens_http2, note_replaced
@@ -212,7 +213,7 @@ def node_environment(state_folder: Path, settings: EngineSettings, engine: str) 
         # The raylet ends itself when its agents do not answer by then; a busy machine takes longer than Ray's 30 s.
         "RAY_agent_register_timeout_ms": "120000",
         # Devices are chosen by the scheduler and set by the host of each instance.
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        **{f"RAY_EXPERIMENTAL_NOSET_{family.variable}": "1" for family in BUILT_IN},
         "RAY_DISABLE_IMPORT_WARNING": "1",
         "PYTHONUNBUFFERED": "1",
     }

@@ -29,6 +29,7 @@ import ray
 from ray import cloudpickle
 
 from rota.runtime import directory, environ, limit_watch, output_pump, packages, process, secrets
+from rota.runtime.devices import local_family
 from rota.runtime.environ import Home
 from rota.runtime.launcher import RemoteError
 from rota.runtime.node import NODE_ADDRESS, network_environment
@@ -248,10 +249,8 @@ def prepare(boot: Boot) -> Boot:
     os.environ[NAMESPACE_VARIABLE] = boot.namespace
     if "OMP_NUM_THREADS" not in boot.env:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
-    # Devices are numbered in the order of their bus addresses, which CUDA does only on request.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if "CUDA_VISIBLE_DEVICES" not in boot.env:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in boot.devices)
+    shown = local_family().environment(boot.devices)
+    os.environ.update({name: value for name, value in shown.items() if name not in boot.env})
     address = ray.util.get_node_ip_address()
     for name, value in network_environment(address).items():
         os.environ.setdefault(name, value)

@@ -34,15 +34,9 @@ from urllib.parse import urlsplit
 
 from rota.runtime import environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.devices import FAMILIES_VARIABLE, GPUS_MAX_VARIABLE, local_devices
 from rota.runtime.environ import Home
-from rota.runtime.node import (
-    GPUS_MAX_VARIABLE,
-    address_towards,
-    host_name,
-    local_devices,
-    local_node,
-    machine_identity,
-)
+from rota.runtime.node import address_towards, host_name, local_node, machine_identity
 from rota.runtime.output import last_line
 from rota.runtime.process import RunFolder, Spawn
 from rota.runtime.ray.engine import EngineAccess, EngineSettings, find_joined, join_engine, stop_engine
@@ -191,6 +185,7 @@ def join(
     TimedOut when the service does not see the machine. Nothing that this started is left running then; what ran before,
     of a machine that joined already, continues.
     """
+    environ.export(FAMILIES_VARIABLE, settings.device_families)
     wanted = _membership(settings, address, token, name, cpus, gpus, labels, at)
     home = Home.of(settings.home).make()
     files = MachineFiles(home)

@@ -22,6 +22,7 @@ import uvicorn
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.devices import FAMILIES_VARIABLE
 from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.config import Settings, load_settings, rota_version
@@ -207,6 +208,7 @@ def run(settings: Settings) -> None:
     environ.export(environ.SERVICE, settings.home)
     environ.export(environ.DB_URL, settings.db_url)
     environ.export(environ.REDIS_URL, settings.redis_url)
+    environ.export(FAMILIES_VARIABLE, settings.device_families)
     with only_one(Home.of(settings.home)):
         listener = bind(settings)
         try:

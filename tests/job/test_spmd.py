@@ -279,7 +279,9 @@ def test_a_thread_that_outlives_its_script_still_has_the_names_of_main(
 def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
     for rank, text in enumerate(("7 40 61 all_reduce", "7 39 60 ", "0 -1 0 ", "")):
         (tmp_path / f"progress-{rank}").write_text(text)
-    seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), marks=None)
+    seat: Any = SimpleNamespace(
+        role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), marks=None, spec=NO_USER
+    )
     seat.marks = ProgressMarks(seat.clock)
     body = CommandRunner(seat)
     body._setup, body._files = Setup(epoch=Epoch(1), world=1, restore=0), tmp_path
@@ -306,7 +308,7 @@ def test_the_ranks_of_one_instance_that_the_others_wait_for_are_named() -> None:
 @pytest.mark.parametrize("line", ["torchrun --nproc-per-node 1 t.py", "cd /tmp && python t.py"])
 def test_a_rank_that_is_stopped_by_a_signal_is_reported_with_its_time(line: str) -> None:
     clock = VirtualClock()
-    body = CommandRunner(SimpleNamespace(role=role(line), clock=clock))  # type: ignore[arg-type]
+    body = CommandRunner(SimpleNamespace(role=role(line), clock=clock, spec=NO_USER))  # type: ignore[arg-type]
     body._setup = Setup(epoch=Epoch(1), world=2, restore=0, index=1)
     shell = body._command.argv[0] == "/bin/sh"
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true"] if shell else ["sleep", "60"])
@@ -331,7 +333,7 @@ def test_a_rank_that_is_stopped_by_a_signal_is_reported_with_its_time(line: str)
 
 def test_each_rank_is_told_with_its_state_and_its_collectives_one_that_is_stopped_too(tmp_path: Path) -> None:
     (tmp_path / "progress-1").write_text("3 12 12 barrier")
-    body = CommandRunner(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py")))  # type: ignore[arg-type]
+    body = CommandRunner(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py"), spec=NO_USER))  # type: ignore[arg-type]
     body._setup, body._files = Setup(epoch=Epoch(1), world=1, restore=0), tmp_path
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     body._children = children  # type: ignore[assignment]
@@ -353,7 +355,11 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
     log = tmp_path / "main-0.log"
     log.write_text(format_line(1.0, 1, 1, "stderr", "of the run before"))
     seat: Any = SimpleNamespace(
-        role=role("./tool"), clock=SystemClock(), id="main/0", place=SimpleNamespace(log_path=lambda _: str(log))
+        role=role("./tool"),
+        clock=SystemClock(),
+        spec=NO_USER,
+        id="main/0",
+        place=SimpleNamespace(log_path=lambda _: str(log)),
     )
     body = CommandRunner(seat)
     body._setup, body._log_from = Setup(epoch=Epoch(1), world=1, restore=0), log.stat().st_size
@@ -409,7 +415,7 @@ def test_a_command_that_is_stopped_lets_what_its_shell_runs_save(tmp_path: Path)
         pipe, shell = asyncio.subprocess.PIPE, f"cd {tmp_path} && {sys.executable} save.py; true"
         child = await asyncio.create_subprocess_exec("/bin/sh", "-c", shell, stdout=pipe)
         assert child.stdout is not None and await child.stdout.readline() == b"ready\n"
-        body = CommandRunner(SimpleNamespace(role=role(shell), clock=SystemClock()))  # type: ignore[arg-type]
+        body = CommandRunner(SimpleNamespace(role=role(shell), clock=SystemClock(), spec=NO_USER))  # type: ignore[arg-type]
         body._children = [child]
         await body.stop(60.0)
 
@@ -487,7 +493,7 @@ def test_a_command_that_gives_up_its_epoch_has_the_grace_it_is_given_to_save(tmp
     script.write_text(
         f"trap 'sleep 1; touch {saved}; exit 0' TERM\ntouch {tmp_path}/up\nwhile :; do sleep 0.05; done\n"
     )
-    seat: Any = SimpleNamespace(role=role(("/bin/sh", str(script))), clock=SystemClock(), marks=None)
+    seat: Any = SimpleNamespace(role=role(("/bin/sh", str(script))), clock=SystemClock(), marks=None, spec=NO_USER)
     seat.marks = ProgressMarks(seat.clock)
 
     async def main(grace_s: float) -> bool:

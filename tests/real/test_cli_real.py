@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.real.jobs import deep
+from tests.runtime.images import small_image
 
 from rota.runtime.environ import Home
 from rota.service.client import Client
@@ -266,3 +267,35 @@ def test_devices_of_a_family_of_the_installation_are_given_out_and_shown_by_its_
     assert node["labels"]["rota.unfit-devices"] == "device 2: too hot"
     more = installation.rota("run", "-w", "-n", "more", "--gpus", "1", "--replicas", "4", "--", "true")
     assert more.returncode != 0 and "TOY" not in more.stdout, more.stderr
+
+
+IMAGED = """\
+name: boxed
+image: {}
+roles:
+  main:
+    setup: "cat /marker > found"
+    run: "cat found; echo $FLAVOUR $ROTA_INSTANCE; echo x > $ROTA_OUTPUT_DIR/made; while ! test -e GATE; do sleep 0.1; done; exit 3"
+    fail: {{limit: 0/10m, then: []}}
+"""  # noqa: E501
+
+
+def test_commands_of_a_job_with_an_image_run_in_it_and_one_that_cannot_be_pulled_ends_before_it_has_devices(
+    installation: Installation, tmp_path: Path
+) -> None:
+    with small_image(tmp_path) as name:
+        (installation.folder / "job.yaml").write_text(IMAGED.format(name))
+        run = OnTerminal(installation, "run", "job.yaml")
+        run.until(r"of the image[\s\S]*plain main/0")
+        seen = installation.rota("exec", "boxed-1", "main/0", "--", "cat", "/marker")
+        assert (seen.returncode, seen.stdout) == (0, "of the image\n"), seen.stderr
+        (installation.folder / "GATE").touch()
+        assert run.end() == 1
+        job = json.loads(installation.rota("show", "boxed-1", "--json").stdout)
+        assert (job["reason"], "exit status 3" in job["error"]["text"]) == ("EXIT_NONZERO", True)
+        assert (installation.home / "jobs/boxed-1/output/made").read_text() == "x\n"
+    lost = installation.rota("run", "-w", "job.yaml", "--set", "image=localhost/rota-nothing:1", "--json")
+    job = json.loads(lost.stdout)
+    assert (lost.returncode, job["reason"]) == (1, "IMAGE_PULL_FAILED") and "rota-nothing" in job["error"]["text"]
+    events = json.loads(installation.rota("events", "boxed-2", "--json").stdout)["items"]
+    assert "JobAdmitted" not in {event["kind"] for event in events}

@@ -1,8 +1,9 @@
-"""What a job may ask for and nothing enforces is said in the dry run and by rota run; an image is refused."""
+"""An image is refused where nothing can hold it, and for what does not run in it; one that is ignored is said so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,24 @@ from standing import Standing, with_service
 from test_cli import own_home, with_cli
 
 import rota
+from rota.runtime import image
 from rota.service.api import body_of
+from rota.service.jobfile.reader import read_job
+from rota.spec.check import image_refused, tenant_refused
 from rota.spec.errors import JobFileError
 
 assert own_home  # the fixture of every test here, too
 
 IMAGE = "name: boxed\nimage: pytorch:2\nroles: {main: {run: [x], resources: {memory: 1GiB}}}\n"
 OLDER = "jobName: boxed\nimage: pytorch:2\ntaskRoles:\n  - {name: main, taskNumber: 1, command: x, memoryMB: 1024}\n"
-REFUSED = "'pytorch:2' would not be used: processes start in the environment of the service, in no container"
+REFUSED = "'pytorch:2' cannot be used: this machine has neither podman, nor docker"
+
+
+@pytest.fixture(autouse=True)
+def no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "TOOLS", ("podman-that-is-missing",))
+
+
 NOTE = "image pytorch:2: ignored"
 
 
@@ -30,7 +41,7 @@ def test_an_image_is_refused_at_its_line_by_every_verb_and_taken_when_it_is_said
     file.write_text(source)
 
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
-        for option in ("--check", "--dry-run", "-d"):
+        for option in ("--dry-run", "-d"):
             refused = await ask("run", str(file), option)
             assert (refused.status, f"{file}:2:8: image: {REFUSED}" in refused.err) == (2, True), refused.err
             assert "--ignore-image" in refused.err
@@ -58,7 +69,7 @@ def test_rest_and_python_refuse_an_image_and_take_it_with_ignore_image(tmp_path:
     job = rota.Job("boxed", image="pytorch:2")
     job.role("main", run="x", res=rota.Res(memory="1GiB"))
     assert body_of(job)["spec"]["image"] == "pytorch:2"
-    with pytest.raises(JobFileError, match="would not be used"):
+    with pytest.raises(JobFileError, match="cannot be used"):
         job.plan()
     assert [NOTE in note for note in job.plan(ignore_image=True)["notes"]] == [True]
 
@@ -77,7 +88,7 @@ def test_the_clients_send_ignore_image(tmp_path: Path) -> None:
 
         token = service.http.headers["Authorization"].removeprefix("Bearer ")
         async with AsyncClient(str(service.http.base_url), token, transport=service.http._transport) as client:
-            with pytest.raises(JobFileError, match="would not be used"):
+            with pytest.raises(JobFileError, match="cannot be used"):
                 await client.run(IMAGE)
             sent.append(await client.run(IMAGE, ignore_image=True))
 
@@ -89,3 +100,13 @@ def test_a_job_that_asks_for_neither_has_no_notes() -> None:
     job = rota.Job("plain")
     job.role("main", run="x")
     assert job.plan()["notes"] == []
+
+
+def test_what_would_not_run_in_the_image_is_refused_at_its_place(tmp_path: Path) -> None:
+    spec = read_job(
+        "name: boxed\nimage: pytorch:2\nroles:\n  main: {workload: 'a:b'}\n  more: {run: [x], packages: [numpy]}\n",
+        filename="job.yaml",
+    )
+    assert [one.path for one in image_refused(spec)] == [("roles", "main", "workload"), ("roles", "more", "packages")]
+    assert next(one.path for one in tenant_refused(replace(spec, run_as="daemon"))) == ("image",)
+    assert not [*image_refused(replace(spec, image=None))]

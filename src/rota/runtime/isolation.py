@@ -1,9 +1,11 @@
-"""Run a command as the user of a tenant, in folders, memory and a process list of its own; needs root and Linux.
+"""Run a command as the user of a tenant, in folders and a process list of its own, or in the files of an image.
 
 ``python -I -S isolation.py JSON COMMAND...``: becomes the command. The JSON object has ``user`` (``name`` or
 ``uid:gid``), ``home`` (hidden, but for the folders in ``shown``), ``given`` (made the user's), ``programs`` (folders
 that stay visible), ``tmp`` and ``shm`` (of the job: its ``/tmp`` and ``/dev/shm``). The variables of the command are
-those whose names begin with ``PREFIX``. What is not said stays as it is: network, devices, all other folders.
+those whose names begin with ``PREFIX``. What is not said stays as it is: network, devices, all other folders. It
+needs root and Linux. With ``image`` (a folder of ``image.py``) and ``given`` alone the command runs in the files of the
+image, with these folders and the devices, processes, user and network of this machine.
 """
 
 import ctypes
@@ -12,7 +14,7 @@ import os
 import pwd
 import sys
 
-NEW_NS, NEW_IPC = 0x00020000, 0x08000000
+NEW_NS, NEW_IPC, NEW_USER = 0x00020000, 0x08000000, 0x10000000
 NO_NEW_PRIVS = 38
 BIND, REC, PRIVATE, NOSUID, NODEV = 0x1000, 0x4000, 1 << 18, 2, 4
 PREFIX = "ROTA_TENANT_VARIABLE_"
@@ -136,6 +138,48 @@ def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str
         os.close(opening)
 
 
+OF_MACHINE = ("/dev", "/proc", "/sys", "/tmp", "/etc/hosts", "/etc/resolv.conf")
+"""What a command in an image has of the machine, beside the folders of its job."""
+
+
+def enter(image: str, given: list[str]) -> dict[str, str]:
+    """Have the files of an image, with ``given`` of the machine at their paths; returns the variables of the image.
+
+    What is written elsewhere is in memory and ends with the process: other commands have the image as it was unpacked.
+    Who is not root does it in a user namespace, as the same user. Raises OSError.
+    """
+    import warnings  # noqa: F401, PLC0415 - execvpe looks for it, in the image it is not there
+
+    here, uid, gid = os.getcwd(), os.geteuid(), os.getegid()  # noqa: PTH109 - see hidden
+    call("unshare", NEW_NS | (NEW_USER if uid else 0))
+    if uid:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - see hidden
+                file.write(text)
+    with open(f"{image}/environment.json") as file:  # noqa: PTH123 - see hidden
+        variables = json.load(file)
+    mount("none", "/", "", REC | PRIVATE)
+    opened = [(path, os.open(path, os.O_PATH)) for path in (*OF_MACHINE, *given) if os.path.exists(path)]  # noqa: PTH110 - see hidden
+    lower = os.open(f"{image}/root", os.O_PATH)
+    mount("tmpfs", "/mnt", "tmpfs", NOSUID | NODEV)
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"/mnt/{name}")  # noqa: PTH102 - see hidden
+    layers = f"lowerdir={_OPENED.format(lower)},upperdir=/mnt/upper,workdir=/mnt/work"
+    mount("overlay", "/mnt/root", "overlay", 0, layers)
+    for path, file in opened:
+        place = f"/mnt/root{path}"
+        os.makedirs(os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120 - see hidden
+        if os.path.isdir(_OPENED.format(file)):  # noqa: PTH112 - see hidden
+            os.makedirs(place, exist_ok=True)  # noqa: PTH103 - see hidden
+        else:
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+        mount(_OPENED.format(file), place, "", BIND | REC)
+        os.close(file)
+    os.chroot("/mnt/root")
+    os.chdir(here)
+    return {"HOME": "/tmp" if uid else "/root", **variables}
+
+
 def become(uid: int, gid: int) -> None:
     """Be that user from here on, without other groups; no program gives more rights, not ``sudo`` either."""
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -157,13 +201,17 @@ def main() -> None:
     """Become the command."""
     asked, command = json.loads(sys.argv[1]), sys.argv[2:]
     here = os.getcwd()  # noqa: PTH109 - see hidden
+    given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}
     try:
+        if image := asked.get("image"):
+            variables = enter(image, asked["given"]) | given
+            os.environ["PATH"] = variables.setdefault("PATH", os.defpath)
+            os.execvpe(command[0], command, variables)
         uid, gid, name, folder = account(asked["user"])
         give(asked["given"], uid, gid)
         separate(asked["home"], asked["shown"], asked["tmp"], asked["shm"], asked["programs"])
         become(uid, gid)
         os.umask(0o077)
-        given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}
         variables = given | {"USER": name, "LOGNAME": name, "HOME": folder, "TMPDIR": "/tmp"}
         try:
             os.chdir(here)
@@ -171,7 +219,8 @@ def main() -> None:
             raise CannotIsolate(f"{here}: {error.strerror} for {name}; let it read the workdir of the job") from None
         os.execvpe(command[0], command, variables)
     except (CannotIsolate, OSError) as error:
-        sys.stderr.write(f"rota: the command cannot run as {asked['user']}: {error}\n")
+        how = f"in the image {asked['name']}" if asked.get("image") else f"as {asked['user']}"
+        sys.stderr.write(f"rota: the command cannot run {how}: {error}\n")
         sys.exit(CANNOT)
 
 

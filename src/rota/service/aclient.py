@@ -160,7 +160,7 @@ class AsyncClient(HttpBase, JobApi, TerminalApi):
         **resources: Unpack[CommandResources],
     ) -> JobDocument:
         """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
-        with cpus, gpus, memory. One that names an image is refused without ``ignore_image``.
+        with cpus, gpus, memory. ``ignore_image`` runs one that names an image without it.
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """

@@ -83,13 +83,19 @@ def _check_folders(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(path=("checkpoint", "dir"), message=message, hint=hint, code="NOT_SUPPORTED")
 
 
-def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
-    """An image is not built yet: a job that names one would run in the environment of the service instead."""
-    if spec.image is None:
-        return ()
-    message = f"{spec.image!r} would not be used: processes start in the environment of the service, in no container"
-    hint = "remove it and install what the job needs (setup:), or submit with --ignore-image (ignore_image)"
-    return (Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED"),)
+def image_refused(spec: JobSpec) -> Iterator[Finding]:
+    """What of a job with an image would not run in it: Rota starts commands in images, and no processes of its own."""
+    why = f"the job runs in the image {spec.image}"
+    for role in spec.roles if spec.image is not None else ():
+        at: Path = ("roles", role.name)
+        if role.run is None:
+            hint = "start it as a command (run:), or submit with --ignore-image (ignore_image)"
+            message = f"{why}, and a workload needs the Python, Ray and Rota of the service"
+            yield Finding(path=(*at, "workload"), message=message, hint=hint, code="NOT_SUPPORTED")
+        if spec.packages_of(role):
+            path = (*at, "packages") if role.packages else ("packages",)
+            message = f"{why}, and packages are installed for the Python of the service"
+            yield Finding(path=path, message=message, hint="put them into the image", code="NOT_SUPPORTED")
 
 
 ACTED_ON = ("LD_", "GLIBC_", "MALLOC_", "GCONV_", "PYTHON", "RAY_", "ROTA_")
@@ -104,6 +110,9 @@ def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
             message = f"{why}, and {name} would act on the process of the service that opens it"
             hint = "store the secret under another name, and set the variable in the command"
             yield Finding(path=("secrets", index), message=message, hint=hint, code="NOT_SUPPORTED")
+    if spec.image is not None:
+        message, hint = f"{why}, and images run as the service", "use another queue, or packages and setup"
+        yield Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED")
     for field, url in (("data", spec.data_url), ("output", spec.output_url)):
         if url:
             message, hint = f"{why}, and {field} by URL is copied as the service", "mount it, and name the path"
@@ -122,7 +131,7 @@ def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
 
 
 def unenforced(spec: JobSpec) -> tuple[str, ...]:
-    """What the job asks for and nothing enforces, a sentence each."""
+    """What a job that ignores its image asks for and nothing enforces, a sentence each."""
     image = f"image {spec.image}: ignored; processes start in the environment of the service, in no container"
     return (image,) if spec.image is not None else ()
 

@@ -111,6 +111,7 @@ class Reason(StrEnum):
     NO_PROGRESS = _fails("user", "No progress was marked within the limit.")
     START_TIMEOUT = _fails("infra", "Startup made no progress for 5 minutes or exceeded 1 hour.")
     ENV_SETUP_FAILED = _fails("user", "The environment could not be made.")
+    IMAGE_PULL_FAILED = _fails("user", "The image could not be pulled or unpacked.")
     IMPORT_ERROR = _fails("user", "The workload could not be imported.")
     DATA_UNREACHABLE = _fails("data", "The data could not be reached.")
     OUTPUT_UNREACHABLE = _fails("data", "The URL of the output cannot be written to.")

@@ -37,7 +37,7 @@ from rota.job.instance import tenant
 from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
-from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_environment
+from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_environment, unpack_image
 from rota.job.rpc.client import Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
@@ -298,6 +298,7 @@ class Instance:
         with UserCode() as forming, self._config.marks.running(SETTING_UP):
             if self._data is None:
                 self._data = await fetch_data(self._config)
+            await unpack_image(self._config)
             await run_setup(self._config)
             await self._runner.form(setup)
         if forming.failed:

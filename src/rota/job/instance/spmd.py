@@ -25,9 +25,8 @@ from rota.job.instance import tenant
 from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store, ray_folder
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
-from rota.runtime import process
+from rota.runtime import cache, environ, image, process
 from rota.runtime.data_cache import FETCH_MAX_S, LIMIT, DataFailed, apart, hold
-from rota.runtime.environ import export
 from rota.runtime.output import tail_lines
 from rota.runtime.packages import interpreter
 from rota.runtime.probe import plain_file, requested_stacks, stacks_of
@@ -82,19 +81,22 @@ class RankCommand:
     store: bool = False
 
 
-def parse_command(role: RoleSpec) -> RankCommand:
+def parse_command(role: RoleSpec, *, in_image: bool = False) -> RankCommand:
     """The command of a ``run`` role: a torchrun line becomes its ranks, a plain line an argv, the rest goes to a shell.
 
     Variables and patterns in the script and arguments of a torchrun line are expanded by a shell, in each rank. Python
-    scripts run under ``rota.job.instance.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment. Raises
+    scripts run under ``rota.job.instance.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment, or the
+    Python is that of an image. Raises
     BadInput for a torchrun line that cannot be read.
     """
     assert role.run is not None, "only run roles have a command"
     bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
     if role.torchrun and not (role.shell and shell_operators(role.run[0])):
-        return _torchrun(role, bare=bare)
+        return _torchrun(role, bare=bare, in_image=in_image)
     if not role.shell and not role.run:
         raise BadInput(f"role {role.name!r}: run is empty")
+    if in_image:
+        return RankCommand(argv=("/bin/sh", "-c", role.run[0]) if role.shell else role.run, store=role.meshed)
     argv = _shell_line(role.run[0], bare=bare) if role.shell else _words(role.run, bare=bare)
     return RankCommand(argv=argv, store=role.meshed)
 
@@ -131,13 +133,14 @@ def _python(switches: Sequence[str], program: str, *, bare: bool) -> tuple[str, 
     return (interpreter(), *switches, *(("-m", "rota.job.instance.bootstrap") if known else ()))
 
 
-def _torchrun(role: RoleSpec, *, bare: bool) -> RankCommand:
+def _torchrun(role: RoleSpec, *, bare: bool, in_image: bool) -> RankCommand:
     try:
         line = read_torchrun(role.run or (), shell=role.shell)
     except ValueError as error:
         raise BadInput(f"role {role.name!r}: {error}") from None
     module = ("-m",) if line.module else ()
-    started = (*_python((), "-m" if module else line.program, bare=bare), *module) if line.python else ()
+    python = ("python",) if in_image else _python((), "-m" if module else line.program, bare=bare)
+    started = (*python, *module) if line.python else ()
     if line.words:
         return RankCommand(argv=(*started, *line.words), local=line.local, store=True)
     text = f"exec {shlex.join(started)} {line.text}"
@@ -190,7 +193,7 @@ def rank_environment(
     # What the job file gives wins over the contract, save for the ranks themselves.
     role_env = {name: value for name, value in config.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
     found = {**there, "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
-    return tenant.environment(found, config, given) if config.spec.run_as else found
+    return tenant.environment(found, config, given)
 
 
 class CommandRunner:
@@ -201,7 +204,7 @@ class CommandRunner:
 
     def __init__(self, config: InstanceConfig) -> None:
         self._config = config
-        self._command = parse_command(config.role)
+        self._command = parse_command(config.role, in_image=bool(config.spec.image))
         self._setup: Setup | None = None
         self._store: Any = None
         self._address = ""
@@ -463,7 +466,7 @@ async def last_words(config: InstanceConfig, since: int) -> list[str]:
 def setup_environment(config: InstanceConfig, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Variables of a command beside the ranks, with ``more``."""
     found = {**tenant.variables(config), **more}
-    return tenant.environment(found, config, more) if config.spec.run_as else found
+    return tenant.environment(found, config, more)
 
 
 async def fetch_data(config: InstanceConfig) -> int | None:
@@ -482,12 +485,31 @@ async def fetch_data(config: InstanceConfig) -> int | None:
             raise CommandFailed(text, reason=Reason.DATA_UNREACHABLE, traceback_text=error.output) from None
         with contextlib.suppress(FileNotFoundError):  # removed for other data meanwhile
             held = hold(Path(folder))
-            export("ROTA_DATA_DIR", folder)
+            environ.export("ROTA_DATA_DIR", folder)
             return held
     text = (
         f"data: {url} was removed for other data {FETCHES_MAX} times before it was used; raise {LIMIT} of the service"
     )
     raise CommandFailed(text, reason=Reason.DATA_UNREACHABLE)
+
+
+async def unpack_image(config: InstanceConfig) -> None:
+    """Have the image of the job on this machine, as the folder ``ROTA_IMAGE_DIR``. Raises CommandFailed."""
+    if config.spec.image is None or environ.get(image.FOLDER):
+        return
+    since, argv = log_size(config), ("-m", "rota.runtime.image", config.place.home, config.spec.image)
+    with config.marks.quiet("its image, which is pulled and unpacked", image.PULL_MAX_S):
+        child = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
+        try:
+            out, _ = await child.communicate()
+        finally:
+            status = await _end(child, 0.0)
+    if status:
+        words = await last_words(config, since)
+        text = f"image {config.spec.image}: {words[-1] if words else f'status {status}'}"
+        raise CommandFailed(text, reason=Reason.IMAGE_PULL_FAILED, traceback_text="\n".join(words))
+    cache.hold(Path(out.decode()).with_suffix(".lock"))  # for as long as this process lives
+    environ.export(image.FOLDER, out.decode())
 
 
 async def run_setup(config: InstanceConfig) -> None:

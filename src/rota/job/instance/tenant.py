@@ -1,4 +1,4 @@
-"""Commands of a job whose queue has a user of its own (``run_as``): how they start as that user, with what environment.
+"""Commands of a job whose queue has a user (``run_as``), or that names an image: how they start, with what environment.
 
 The folders that all instances of the job on a machine share as ``/tmp`` and ``/dev/shm`` are removed with the last.
 """
@@ -16,14 +16,15 @@ from pathlib import Path
 
 from rota.job.instance.runners import InstanceConfig, environment_of
 from rota.job.rpc.peers import checkpoint_dir
-from rota.runtime import isolation
+from rota.runtime import image, isolation
 from rota.runtime.devices import local_family
-from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home
+from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, get
 from rota.runtime.node import NODE_ADDRESS
 from rota.runtime.process import take_lock, try_lock
 
 SHM_PREFIX = "/dev/shm/rota-tenant-"
 _KEPT = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_PROGRAMS = {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"}
 _KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "PYTHON", "ROTA_PORT_")
 _OF_INSTANCE = ("ROTA_ATTEMPT", "ROTA_OUTPUT_DIR", "ROTA_CHECKPOINT_DIR", "ROTA_DATA_DIR")
 _KEPT_OF_ROTA = (HOME, JOB, ROLE, INSTANCE, EPOCH, NODE, NODE_ADDRESS, *_OF_INSTANCE)
@@ -35,10 +36,12 @@ _OPEN = "shared"
 
 
 def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[str, ...]:
-    """The command as it is started: by ``rota.runtime.isolation`` where the job has a user, else as it is.
+    """The command as it is started: by ``rota.runtime.isolation`` where the job has a user or image, else as it is.
 
     ``given`` are folders below the work folder that the user may write.
     """
+    if config.spec.image:
+        return _in_image(config, argv)
     if not config.spec.run_as:
         return tuple(argv)
     home, job = Home.of(config.place.home), config.place.job
@@ -59,6 +62,16 @@ def command(config: InstanceConfig, argv: Sequence[str], *given: Path) -> tuple[
     return (sys.executable, "-I", "-S", isolation.__file__, json.dumps(asked), *argv)
 
 
+def _in_image(config: InstanceConfig, argv: Sequence[str]) -> tuple[str, ...]:
+    """With the home of the installation, the code, and the folders that the job names, at their paths."""
+    spec, data = config.spec, get("ROTA_DATA_DIR") or config.spec.data or ""
+    named = (spec.output_dir, checkpoint_dir(spec, config.place), data)
+    found = [config.place.home, str(Path.cwd()), *(one for one in named if one and Path(one).is_absolute())]
+    drivers = image.driver_files() if config.devices else []
+    asked = {"image": get(image.FOLDER), "name": spec.image, "given": [*dict.fromkeys((*found, *drivers))]}
+    return (sys.executable, "-I", "-S", isolation.__file__, json.dumps(asked), *argv)
+
+
 def variables(config: InstanceConfig) -> dict[str, str]:
     """The variables of this process, with those of the job, which a process that starts tenants does not have."""
     return {**environment_of(config), **(own_variables(config) if config.spec.run_as else {})}
@@ -74,15 +87,20 @@ def environment(found: Mapping[str, str], config: InstanceConfig, given: Collect
 
     The command has what the job file and ``given`` set, the variables of an instance (``_KEPT_OF_ROTA``), and
     from the environment of the service what programs, devices and their libraries need (``_KEPT``,
-    ``_KEPT_PREFIXES``). Under their own names the loader and the interpreter would act on them before the user is
-    changed.
+    ``_KEPT_PREFIXES``); where it runs in an image, programs and libraries are those of the image. Under their own names
+    the loader and the interpreter would act on them before the user is changed. Without a user or image, all that is
+    ``found``.
     """
+    if not (config.spec.run_as or config.spec.image):
+        return dict(found)
     devices = local_family().environment(config.devices)
     own = {*given, *own_variables(config), *config.spec.secrets, *_KEPT, *_KEPT_OF_ROTA, *devices}
+    if config.spec.image:
+        own -= _PROGRAMS - own_variables(config).keys()
     return {"PATH": os.defpath} | {
         isolation.PREFIX + name: value
         for name, value in found.items()
-        if name in own or name.startswith(_KEPT_PREFIXES)
+        if name in own or (name.startswith(_KEPT_PREFIXES) and not (config.spec.image and name.startswith("PYTHON")))
     }
 
 

@@ -19,6 +19,7 @@ from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock, within_cpu_time
 from rota.runtime.code_pack import CodeCache
 from rota.runtime.environ import Home
+from rota.runtime.image import MISSING, find_tool
 from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.runtime.process import write_private
 from rota.runtime.random import RandomSource, ulid
@@ -139,7 +140,6 @@ class Intake:
             source=job_text(replace(job.spec, workdir=None)),
             filename=f"{job.id} from commit {n}",
             workdir=job.submitted.workdir,
-            ignore_image=True,
         )
         return await self.submit(given, caller=caller, key=key, earlier=(job, n) if n else None)
 
@@ -184,7 +184,7 @@ class Intake:
             "starts_now": placement is not None,
             "why": None if placement is not None else explanation["why"],
             "explanation": document(DryRunExplanation, explanation),
-            "notes": list(unenforced(completed)),
+            "notes": list(unenforced(await self._named(given))) if given.ignore_image else [],
             "roles": _roles(completed),
             "gangs": [codec.to_json_value(request) for request in requests_of(completed)],
             "subgraphs": [[str(member) for member in part.members] for part in expand(completed).subgraphs],
@@ -249,6 +249,16 @@ class Intake:
         return None
 
     async def _read(self, given: Submission) -> JobSpec:
+        spec = await self._named(given)
+        if given.ignore_image or spec.image is None:
+            return replace(spec, image=None)
+        if not await asyncio.to_thread(find_tool):
+            fault = Finding(path=("image",), message=f"{spec.image!r} cannot be used: {MISSING}", code="NOT_SUPPORTED")
+            fault = replace(fault, hint="or submit with --ignore-image (ignore_image), to run without a container")
+            raise JobFileError(placed([fault], given.source, filename=given.filename, sets=given.sets))
+        return spec
+
+    async def _named(self, given: Submission) -> JobSpec:
         if given.spec is not None:
             return started_spec(_from_json(given.spec), ())
         find_queue = partial(queue_fault, self._loop.scheduler)
@@ -302,7 +312,7 @@ class Intake:
         if caller is not None:
             found += secret_faults(spec.secrets, vault.names(caller.user) if spec.secrets else ())
             found += self._dependencies(spec, caller)[1]
-        found += () if given.ignore_image else image_refused(spec)
+        found += image_refused(spec)
         if (folder := workdir_fault(spec, given)) is not None:
             found.append(folder)
         if len(found) == 1:

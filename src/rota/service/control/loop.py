@@ -18,7 +18,7 @@ from rota.runtime.job_files import FILES_LABEL, OWN_FILES
 from rota.service.control.engine import GIVE_BACK_TARGET, Engine
 from rota.service.control.job_files import upload_output
 from rota.service.control.snapshot import Views
-from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages
+from rota.service.control.submission import Refused, fetch_data, inspect_workloads, install_packages, pull_image
 from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -330,6 +330,7 @@ class ServiceLoop:
         spec = history.spec
         here = not any((FILES_LABEL, OWN_FILES) in node.labels for node in self.installation.usable_nodes())
         fetched = await fetch_data(spec, history.submitted.user, here=here)
+        fetched = fetched or await pull_image(spec)
         installed = fetched or await install_packages(spec, history.submitted.workdir)
         async with self._inspections:
             refused = isinstance(installed, Refused)

@@ -16,6 +16,7 @@ from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
 from rota.runtime.data_cache import DataFailed, apart, output_refused, url_refused
 from rota.runtime.environ import Home
+from rota.runtime.image import PULL_MAX_S
 from rota.runtime.packages import python_of
 from rota.runtime.process import execute_command
 from rota.runtime.secrets import VARIABLE
@@ -41,8 +42,8 @@ IMPORT_HINT = "the module is imported to read what it declares: repair it, and l
 class Submission:
     """What a caller sends: the text of a job file with its name and ``--set`` values, or a finished ``spec``.
 
-    ``workdir`` is the folder that the file's relative paths start from. ``ignore_image`` takes a job that names
-    an image, which nothing uses.
+    ``workdir`` is the folder that the file's relative paths start from. ``ignore_image`` takes away the
+    image that a job names.
     """
 
     source: str = ""
@@ -283,6 +284,19 @@ async def inspect_workloads(
             return found
         spec = found
     return _checked(spec)
+
+
+async def pull_image(spec: JobSpec) -> Refused | None:
+    """Why the image that a job names cannot be had on this machine; None when it is there, or none is named."""
+    if spec.image is None:
+        return None
+    command = (sys.executable, "-m", "rota.runtime.image", str(Home.find().root), spec.image)
+    done = await execute_command(command, timeout_s=PULL_MAX_S)
+    if done["exit_status"] == 0:
+        return None
+    lines = done["stderr"].strip().splitlines() or [f"pulling it took more than {PULL_MAX_S:.0f} s"]
+    fault = Finding(path=("image",), message=f"{spec.image}: {lines[-1]}", code=str(Reason.IMAGE_PULL_FAILED))
+    return Refused(reason=Reason.IMAGE_PULL_FAILED, faults=(fault,), traceback="\n".join(lines))
 
 
 async def install_packages(spec: JobSpec, workdir: str) -> dict[RoleName, str] | Refused:

@@ -458,9 +458,7 @@ class JobPart(Part):
     env: Literals = optional("environment variables of every role; for what pip installs see `packages`")
     packages: Packages = optional("those of every role, before its own")
     secrets: Annotated[tuple[Word, ...], Several()] = optional("names of secrets that become variables")
-    image: Word = optional(
-        "not used: nothing is started in a container; refused unless submitted with `--ignore-image`"
-    )
+    image: Word = optional("image of a container, in which the commands run: `python:3.12`, or a path for apptainer")
     labels: Literals = optional("for filters and groups")
     success_when: Annotated[tuple[RoleWord, ...], Success(kept=True)] = optional(
         "which ends make the job succeed", default="`loop` if there is one, else `all`"

@@ -66,7 +66,9 @@ def run(
     ] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
-    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
+    ignore_image: Annotated[
+        bool, Parameter(help="Run a job that names an image in the environment of the service, in no container.")
+    ] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
@@ -120,7 +122,7 @@ def run(
             return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
         handle = _as_given(changes, lambda: client.submit(body), headers)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
-        _note(terminal, unenforced(spec))
+        _note(terminal, unenforced(spec) if ignore_image else ())
         if shell:
             return shell_job(flags, client, handle["id"], argv or ())
         return _watched(flags, client, handle, follow=follow, wait=wait, timeout_s=timeout_s)
@@ -172,7 +174,9 @@ def clone(
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the job; repeatable.")] = None,
     name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the new job.")] = "",
-    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
+    ignore_image: Annotated[
+        bool, Parameter(help="Run a job that names an image in the environment of the service, in no container.")
+    ] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     flags: Flags = DEFAULT_FLAGS,

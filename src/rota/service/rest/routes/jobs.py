@@ -76,7 +76,7 @@ router = APIRouter(prefix="/api/v1", tags=["jobs"], responses=REFUSAL)
 class SubmitBody(BaseModel):
     """A job file as text with its name, ``--set`` values and the folder that relative paths start from; or a spec.
 
-    A job that names an image is refused without ``ignore_image``: nothing is started in a container.
+    With ``ignore_image`` a job that names an image runs in the environment of the service.
     """
 
     model_config = ConfigDict(extra="forbid")

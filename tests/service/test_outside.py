@@ -18,6 +18,7 @@ from test_cli import NO_SERVICE, Done, own_home, rota, with_cli
 from test_demo import kill, outcome
 from tests.makers import format_line
 
+from rota.runtime import image
 from rota.runtime.output import log_name
 from rota.service import demo
 from rota.service.api import body_of
@@ -411,7 +412,11 @@ def test_a_mistake_of_the_queue_is_reported_beside_the_others_of_the_file_also_b
     with_cli(tmp_path, test)
 
 
-def test_a_submission_reports_all_names_that_are_missing_at_once_and_one_alone_by_its_own_code(tmp_path: Path) -> None:
+def test_a_submission_reports_all_names_that_are_missing_at_once_and_one_alone_by_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "TOOLS", ())
+
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         async def refused(*sets: str) -> tuple[int, str, dict[str, str]]:
             answer = await service.http.post("/api/v1/jobs", json={"source": HELLO, "sets": list(sets)})

@@ -250,13 +250,7 @@ class Intake:
 
     async def _read(self, given: Submission) -> JobSpec:
         spec = await self._named(given)
-        if given.ignore_image or spec.image is None:
-            return replace(spec, image=None)
-        if not await asyncio.to_thread(find_tool):
-            fault = Finding(path=("image",), message=f"{spec.image!r} cannot be used: {MISSING}", code="NOT_SUPPORTED")
-            fault = replace(fault, hint="or submit with --ignore-image (ignore_image), to run without a container")
-            raise JobFileError(placed([fault], given.source, filename=given.filename, sets=given.sets))
-        return spec
+        return replace(spec, image=None) if given.ignore_image else spec
 
     async def _named(self, given: Submission) -> JobSpec:
         if given.spec is not None:
@@ -272,7 +266,8 @@ class Intake:
     async def _checked(self, given: Submission, caller: Caller | None) -> JobSpec:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
-        self._check_names(spec, given, caller)
+        holds_images = spec.image is None or bool(await asyncio.to_thread(find_tool))
+        self._check_names(spec, given, caller, holds_images=holds_images)
         spec = with_stores(spec, given, self._stores)
         await asyncio.to_thread(check_urls, spec, given)
         if caller is not None:  # without a service there are no other jobs, and no queues with users
@@ -298,8 +293,10 @@ class Intake:
         finally:
             self._searches.release()
 
-    def _check_names(self, spec: JobSpec, given: Submission, caller: Caller | None) -> None:
-        """The queue, secrets, earlier jobs and folder that the job names are there, and it names no image.
+    def _check_names(
+        self, spec: JobSpec, given: Submission, caller: Caller | None, *, holds_images: bool = True
+    ) -> None:
+        """The queue, secrets, earlier jobs and folder that the job names are there, and its image can be used.
 
         Raises what is wrong with the queue or a secret as itself where nothing else is, all other mistakes together
         as a JobFileError. Who may submit to no queue learns of the queue alone.
@@ -313,6 +310,9 @@ class Intake:
             found += secret_faults(spec.secrets, vault.names(caller.user) if spec.secrets else ())
             found += self._dependencies(spec, caller)[1]
         found += image_refused(spec)
+        if not holds_images:
+            message, hint = f"{spec.image!r} cannot be used: {MISSING}", "or submit with --ignore-image (ignore_image)"
+            found.append(Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED"))
         if (folder := workdir_fault(spec, given)) is not None:
             found.append(folder)
         if len(found) == 1:

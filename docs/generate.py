@@ -19,7 +19,7 @@ from rota.spec import errors, events, reasons, states
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "rota"
 TYPES = ROOT / "web" / "src" / "api" / "types.ts"
-PACKAGES = ("spec", "runtime", "testing", "tensors", "cluster", "job", "train", "service")
+PACKAGES = ("spec", "runtime", "testing", "tensors", "cluster", "job", "train", "adapters", "service")
 
 
 def sentence(path: Path) -> str:

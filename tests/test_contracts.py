@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BREAKS = [
     ("Parts depend downward only", "rota/spec/ids.py", "import rota.runtime.clock"),
     ("Parts depend downward only", "rota/cluster/core/capacity.py", "import rota.job.workload"),
+    ("Parts depend downward only", "rota/job/workload.py", "import rota.adapters.rollout"),
     ("Inside cluster", "rota/cluster/core/capacity.py", "import rota.cluster.policies.basic"),
     ("Inside job", "rota/job/workload.py", "import rota.job.master.master"),
     ("Inside train", "rota/train/plan/model.py", "import rota.train.loop"),

@@ -1,0 +1,113 @@
+"""The workload of a rollout role: answers prompts, takes the weights of an edge by name, sleeps and wakes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+from rota.job.workload import Workload, op
+from rota.spec.dispatch import Each
+from rota.spec.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = str | list[int]
+"""A text, which the engine's tokenizer reads, or its tokens."""
+
+
+class Sampling(TypedDict, total=False):
+    """How to answer. ``temperature`` 0 takes the likeliest token each time; ``seed`` makes the draws repeatable."""
+
+    n: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+DEFAULTS: Sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0}
+
+
+class Completion(TypedDict):
+    """An answer: its tokens, the log-probability of each under the policy, its text where there is a tokenizer."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+
+
+class RolloutItem(TypedDict):
+    """What ``generate`` is given: prompts that are answered in the same way; other fields come back as they are."""
+
+    prompts: list[Prompt]
+    sampling: NotRequired[Sampling]
+
+
+class Answered(RolloutItem):
+    """The item with ``n`` answers to each prompt, and the version of the weights that gave them."""
+
+    completions: list[list[Completion]]
+    version: int
+
+
+class Rollout(Workload):
+    """Base of the adapters, which have the four methods below ``wake``; operations are the same for all."""
+
+    version = 0
+    asleep = False
+
+    @op.weights
+    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a committed version, by the names that the model has in transformers."""
+        self.wake()
+        self.take(tensors)
+        self.version = version
+
+    @op(send=Each, retry="safe", progress="10m")
+    def generate(self, item: RolloutItem) -> Answered:
+        """The item with its ``completions``."""
+        self.wake()
+        completions = self.answer(item["prompts"], {**DEFAULTS, **item.get("sampling", {})})
+        return {**item, "completions": completions, "version": self.version}
+
+    @op(retry="safe")
+    def sleep(self) -> None:
+        """Give the memory of the device to who shares it; the next call, or new weights, wake the engine."""
+        if not self.asleep:
+            self.release()
+        self.asleep = True
+
+    @op(retry="safe")
+    def wake(self) -> None:
+        """Take the memory of the device back."""
+        if self.asleep:
+            self.resume()
+        self.asleep = False
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """``n`` answers to each prompt."""
+        raise NotImplementedError
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy these weights into the engine."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give up the memory of the device."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """The engine with its weights, and without what it kept of prompts."""
+        raise NotImplementedError
+
+
+def need(package: str) -> Any:
+    """A package that an adapter is for. Raises MissingExtra that says how a job gets it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtra(
+            f"this role needs {package}: {error}", hint=f"in the job file: packages: [{package}]"
+        ) from error

@@ -1,0 +1,62 @@
+"""Rollout by vLLM: one engine an instance, weights loaded by name into its workers, sleep mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rota.adapters import rollout
+from rota.adapters.rollout import Completion, Prompt, Sampling, need
+from rota.spec.codec import JsonObject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rota.job.instance.runners import InstanceContext
+
+
+class Rollout(rollout.Rollout):
+    """``model`` and ``engine``: the arguments of ``vllm.LLM``, for example ``{tensor_parallel_size: 2}``."""
+
+    def __init__(self, model: str, engine: JsonObject | None = None) -> None:
+        self._options: JsonObject = {"enable_sleep_mode": True, **(engine or {}), "model": model}
+
+    def setup(self, ctx: InstanceContext) -> None:
+        """Start vLLM on the devices of this instance; draws begin with the seed of the job."""
+        vllm, receiver = need("vllm"), f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}"
+        self._llm = vllm.LLM(**{"seed": ctx.seed, "worker_extension_cls": receiver, **self._options})
+        self._params = vllm.SamplingParams
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """With the log-probability of each token that was drawn."""
+        given = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+        found = self._llm.generate(given, self._params(**sampling, logprobs=0), use_tqdm=False)
+        return [[_completion(one) for one in answered.outputs] for answered in found]
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """By name into every worker; what is kept of earlier prompts was computed with the old weights."""
+        self._llm.collective_rpc("rota_load", args=(dict(tensors),))
+        self._llm.reset_prefix_cache()
+
+    def release(self) -> None:
+        """Weights to the host, caches gone."""
+        self._llm.sleep(level=1)
+
+    def resume(self) -> None:
+        """Weights and empty caches on the devices."""
+        self._llm.wake_up()
+
+
+class WeightReceiver:
+    """Extension of vLLM's worker. Source: vLLM, docs, "RLHF": worker_extension_cls and collective_rpc."""
+
+    model_runner: Any
+
+    def rota_load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors by their names in transformers; vLLM cuts and joins them as its model needs them."""
+        self.model_runner.model.load_weights(weights=[*tensors.items()])
+
+
+def _completion(one: Any) -> Completion:
+    logprobs = [float(each[token].logprob) for token, each in zip(one.token_ids, one.logprobs, strict=True)]
+    return {"tokens": list(one.token_ids), "logprobs": logprobs, "text": one.text}

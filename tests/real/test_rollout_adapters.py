@@ -93,7 +93,7 @@ roles:
     workload: "rota.adapters.transformers:Rollout"
     args: {model: model, pretrained: false}
     resources: {cpus: 0.5}
-  loop: {workload: "policy:loop", resources: {cpus: 0.2}}
+  loop: {workload: "policy:loop", resources: {cpus: 0.2}, fail: {limit: 0/10m, then: []}}
 weights: [{from: learner, to: rollout, every: 1}]
 """
 

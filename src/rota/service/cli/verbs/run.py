@@ -66,9 +66,7 @@ def run(
     ] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
-    ignore_image: Annotated[
-        bool, Parameter(help="Run a job that names an image in the environment of the service, in no container.")
-    ] = False,
+    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image without it.")] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
@@ -174,9 +172,7 @@ def clone(
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the job; repeatable.")] = None,
     name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the new job.")] = "",
-    ignore_image: Annotated[
-        bool, Parameter(help="Run a job that names an image in the environment of the service, in no container.")
-    ] = False,
+    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image without it.")] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     flags: Flags = DEFAULT_FLAGS,

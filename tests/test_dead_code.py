@@ -31,6 +31,7 @@ CALLED_BY_NAME = {
     "send_multiple_tensors", "tensor_transport_backend",
     # of Rota, by the name of an operation, of a class or of an entry point
     "Instance", "Master", "ping", "_close_all", "code_part", "stream_loop", "read_terminal", "write_terminal",
+    "rota_load",
     # verbs of the command line, by their module
     "cases", "demo", "exec_", "login", "logout",
     # attributes that a library reads: tarfile, sqlite3, uvicorn, enum, numba and CuPy
@@ -40,7 +41,7 @@ CALLED_BY_NAME = {
 }  # fmt: skip
 PUBLIC = {
     # written in pages for users, who are outside this tree
-    "ShardedEmbedding", "nack", "data_parallel", "weights_version", "load_weights", "save_weights",
+    "ShardedEmbedding", "nack", "data_parallel", "weights_version", "save_weights",
     "evaluate", "put_many", "wire_bytes",
     # a document that is described and not built here: its writer makes it from a record
     "Notice",

@@ -105,7 +105,7 @@ class _Connection:
     def exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Send all commands in one write, then read as many replies; error replies come back as values."""
         # pack_command crashes when a signal's handler raises while it writes a number, which is therefore written here
-        texts = [tuple(w if isinstance(w, str | bytes) else str(w) for w in command) for command in commands]
+        texts = [tuple([str(w) if isinstance(w, int) else w for w in command]) for command in commands]
         packed = [hiredis.pack_command(each) for each in texts]  # pyright: ignore[reportArgumentType] - its stub wants a tuple of one word
         self.socket.sendall(b"".join(packed))
         return [self._read() for _ in commands]

@@ -213,3 +213,24 @@ def test_a_paused_job_has_no_estimated_start() -> None:
 def test_a_job_that_asked_for_no_time_or_less_belongs_to_those_of_which_none_is_known() -> None:
     """A log may have one: reading it must not end the service."""
     assert len({groups_of(waiting(est_s)) for est_s in (None, 0.0, -5.0)}) == 1
+
+
+def test_jobs_to_come_go_first_in_a_forecast_where_those_of_the_last_day_would() -> None:
+    found = dict[float, Estimate]()
+    for age_s in (3600.0, 86400.0):  # as many are here either way, of the last day or of the one before
+        s = state(node("n", 4), queues=(Queue(path="a", guaranteed=Res(cpus=0, gpus=4)), Queue(path="b")))
+        ended(s, *(5400.0 + 200 * i for i in range(EVIDENCE)), est_s=7200.0)
+        now, profile = 2 * 86400.0, get_profile("default")
+        promised = (ask(f"a{i}", slot(4), queue="a", est_s=7200.0, at=now - age_s) for i in range(8))
+        for one in (*promised, ask("last", slot(4), queue="b", est_s=7200.0, at=now)):
+            step(s, JobArrived(ask=one), profile, now)
+        found[age_s] = Forecast(s, profile, now, wall_max_s=60.0).play(SystemClock()).of(JobId("last"))
+        assert s.jobs.keys() == {JobId("last"), *(JobId(f"a{i}") for i in range(8))}
+    (more, none), hour_s = found.values(), 3600.0
+    assert more.p50 and more.p90 and none.p50 and none.p90
+    assert more.p50 > none.p50 + 2 * hour_s and more.p90 > none.p90 + 2 * hour_s, (more, none)
+    assert "come as in the last day" in more.basis
+    known = state(node("n", 4))  # what is known exactly stays exact
+    for one in (ask("r", slot(4), est_s=50.0, at=1.0), ask("w", slot(4), est_s=50.0, at=2.0)):
+        step(known, JobArrived(ask=one), get_profile("default"), 2.0)
+    assert Forecast(known, get_profile("default"), 2.0).play(SystemClock()).of(JobId("w")).p50 == 52.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypedDict
 
@@ -29,6 +29,11 @@ PLAYS = 9
 last of nine with 8/10."""
 PESSIMISM = 2.0
 """By how much waits are longer, or shorter, without evidence."""
+ARRIVALS_S = 86400.0
+"""The jobs submitted in this time that are still here stand for those to come. Short ones have ended by then, and are
+missing, but ask little of the devices."""
+ARRIVALS_MAX = 1000
+"""Jobs that come in one play."""
 WALL_MAX_S = 2.0
 """How long all plays may take; at least one is made."""
 
@@ -112,11 +117,13 @@ class Estimates:
 
 
 class Forecast:
-    """When the waiting jobs would start if no other job came, by playing the live jobs on copies.
+    """When the waiting jobs would start, by playing the live jobs, and those to come, on copies.
 
     The first copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Each of
     ``PLAYS`` plays draws the run times of all jobs anew, from what ended jobs took, or from the progress that a job
-    reports. With ``until`` a play ends where that job starts. ``instead`` is what a job that waits asks in
+    reports, and has jobs come as in the last ``ARRIVALS_S``, each day as the one before, from a moment of it that is
+    drawn: a circular block bootstrap (Politis, Romano, 1992). Where all run times are known one play without other
+    jobs is made. With ``until`` a play ends where that job starts. ``instead`` is what a job that waits asks in
     the plays, in place of what it asks.
     """
 
@@ -149,6 +156,7 @@ class Forecast:
         began_s, found = clock.monotonic_s(), list[dict[JobId, float | None]]()
         rows = {job: row for job, row in self._state.jobs.items() if row.phase != "paused"}
         book = self._state.taken
+        to_come: Sequence[SimJob] = ()
         plays = 1 if all(_spread_of(book, row, self._now).is_known for row in rows.values()) else PLAYS
         strata, source = _strata(rows, plays), SeededRandom(plays)
         for k in range(plays):
@@ -158,10 +166,30 @@ class Forecast:
             drawn = _redrawn(book, source) if plays > 1 else book
             spreads = {job: _spread_of(drawn, row, self._now) for job, row in rows.items()}
             work_s = {job: one.at(strata[job][k], _ran_s(rows[job], self._now)) for job, one in spreads.items()}
-            found.append(self._starts(self._state.copy(), work_s, clock, between_passes, left_s))
+            jobs = [SimJob(ask=rows[job].ask, submit_s=self._now, work_s=work_s[job]) for job in sorted(rows)]
+            to_come = self._arrivals(rows.values(), drawn, SeededRandom(k)) if plays > 1 else ()
+            jobs += to_come
+            found.append(self._starts(self._state.copy(), jobs, clock, between_passes, left_s))
         waiting = [job for job, row in self._state.jobs.items() if not row.held]
         starts = {job: self._together([one.get(job) for one in found]) for job in sorted(waiting)}
-        return Estimates(starts=starts, basis=self._basis)
+        return Estimates(
+            starts=starts, basis=f"{self._basis}; jobs come as in the last day" if to_come else self._basis
+        )
+
+    def _arrivals(self, rows: Iterable[LiveJob], book: Book, source: RandomSource) -> list[SimJob]:
+        """The jobs that come in one play, the soonest first."""
+        rng = source.rng()
+        asks = [row.ask.having(None) for row in rows if row.ask.part_of is None]
+        ages = {ask.id: age_s for ask in asks if 0.0 <= (age_s := self._now - ask.queued_at) < ARRIVALS_S}
+        begin_s = rng.random() * ARRIVALS_S
+        day = sorted(((begin_s - ages[ask.id]) % ARRIVALS_S, ask.id, ask) for ask in asks if ask.id in ages)
+        times = [(n * ARRIVALS_S + at_s, n, ask) for n in range(int(HORIZON_S / ARRIVALS_S)) for at_s, _, ask in day]
+        found = list[SimJob]()
+        for at_s, n, ask in times[:ARRIVALS_MAX]:
+            at = self._now + at_s
+            new = replace(ask, id=JobId(f"{ask.id}+{n}"), queued_at=at, after=(), not_before=0.0)
+            found.append(SimJob(ask=new, submit_s=at, work_s=times_of(book, new).at(rng.random())))
+        return found
 
     def _together(self, starts: Sequence[float | None]) -> Start:
         """Quantiles of the starts of one job; wide until enough jobs have ended to know how true durations are."""
@@ -176,19 +204,19 @@ class Forecast:
     def _starts(
         self,
         fork: State,
-        work_s: Mapping[JobId, float],
+        jobs: Sequence[SimJob],
         clock: Clock,
         between_passes: Callable[[], None],
         wall_max_s: float,
     ) -> dict[JobId, float | None]:
-        jobs = [SimJob(ask=fork.jobs[job].ask, submit_s=self._now, work_s=work_s[job]) for job in sorted(work_s)]
+        waiting = (job for job, row in fork.jobs.items() if row.phase == "queued")
         run = Simulation(
             fork,
             self._profile,
             jobs,
             clock,
             until_s=self._now + HORIZON_S,
-            stop_when_started=self._until,
+            stop_when_started=waiting if self._until is None else [self._until],
             now=self._now,
             wall_max_s=wall_max_s,
             between_passes=between_passes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -124,14 +124,15 @@ class Simulation:
         failures: Sequence[NodeFailure] = (),
         check_every: int = 1000,
         until_s: float = float("inf"),
-        stop_when_started: JobId | None = None,
+        stop_when_started: Iterable[JobId] = (),
         now: float | None = None,
         wall_max_s: float = float("inf"),
         between_passes: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.profile, self.clock = state, profile, clock
         self.overheads = overheads or Overheads()
-        self.check_every, self.until_s, self.stop_when_started = check_every, until_s, stop_when_started
+        self.check_every, self.until_s, self._to_start = check_every, until_s, set(stop_when_started)
+        self._stops_early = bool(self._to_start)
         self.wall_max_s, self._between_passes = wall_max_s, between_passes
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
         self.heap: list[tuple[float, int, str, int, object]] = []
@@ -179,7 +180,7 @@ class Simulation:
                 continue
             self._between_passes()
             self._decide()
-            if self.stop_when_started is not None and self.runs[self.stop_when_started].first_start_s is not None:
+            if self._stops_early and not self._to_start:
                 break
             if self.clock.monotonic_s() - began > self.wall_max_s:
                 break
@@ -432,6 +433,7 @@ class Simulation:
         run.level = self.state.level_of(held)
         if run.first_start_s is None:
             run.first_start_s = self.now
+            self._to_start.discard(job)
         delay = costs.start_s + (costs.restore_s if run.attempts > 1 else 0.0)
         run.work_from_s = self.now + delay
         self._expect_end(run, held)

@@ -55,11 +55,11 @@ def settle(s: State, decisions: list[Decision], now: float) -> list[Decision]:
     for decision in decisions:
         if isinstance(decision, Preempt):
             apply(s, JobReleased(job=decision.job), now)
-    return step(s, Tick(), get_profile("gandiva"), now)
+    return step(s, Tick(), gandiva(ROUND_S), now)
 
 
 def test_a_job_goes_to_nodes_of_its_size_then_to_empty_ones_then_to_others() -> None:
-    s, profile = laid([[1], [2], []]), get_profile("gandiva")
+    s, profile = laid([[1], [2], []]), gandiva(ROUND_S)
     where: list[str] = []
     for i, size in enumerate((2, 4, 1, 2)):
         (admit,) = (d for d in step(s, JobArrived(ask=ask(f"k{i}", slot(size))), profile, 1.0) if isinstance(d, Admit))
@@ -68,7 +68,7 @@ def test_a_job_goes_to_nodes_of_its_size_then_to_empty_ones_then_to_others() -> 
 
 
 def test_a_waiting_job_makes_another_move_and_both_run_where_planned() -> None:
-    s, profile = laid([[2], [2]]), get_profile("gandiva")
+    s, profile = laid([[2], [2]]), gandiva(ROUND_S)
     decisions = step(s, JobArrived(ask=ask("big", slot(4), at=70)), profile, 70.0)
     (move,) = preempted(decisions, Reason.MIGRATED_AFFINITY)
     before = potential(free(s))
@@ -86,13 +86,13 @@ def test_a_waiting_job_makes_another_move_and_both_run_where_planned() -> None:
 )
 def test_no_job_moves_without_gain_or_twice_in_a_round(lay: list[list[int]], asks: object, now: float) -> None:
     s = laid(lay)
-    decisions = step(s, JobArrived(ask=asks), get_profile("gandiva"), now)  # type: ignore[arg-type]
+    decisions = step(s, JobArrived(ask=asks), gandiva(ROUND_S), now)  # type: ignore[arg-type]
     assert not preempted(decisions, Reason.MIGRATED_AFFINITY)
 
 
 def test_a_gang_that_would_fit_moves_nobody_where_that_spreads_what_is_free() -> None:
     s = laid([[2], [1, 3]], gpus=5, fixed=("n0j0", "n1j1"))
-    decisions = step(s, JobArrived(ask=ask("gang", slot(2), slot(2), at=70)), get_profile("gandiva"), 70.0)
+    decisions = step(s, JobArrived(ask=ask("gang", slot(2), slot(2), at=70)), gandiva(ROUND_S), 70.0)
     assert not preempted(decisions, Reason.MIGRATED_AFFINITY)
 
 
@@ -104,7 +104,7 @@ LAYS = st.lists(st.lists(st.integers(1, 3), max_size=3).filter(lambda sizes: sum
 def test_moves_lower_the_potential_and_one_is_found_where_brute_force_finds_one(
     lay: list[list[int]], want: int
 ) -> None:
-    s, profile = laid(lay), get_profile("gandiva")
+    s, profile = laid(lay), gandiva(ROUND_S)
     before = free(s)
     decisions = step(s, JobArrived(ask=ask("big", slot(want), at=70)), profile, 70.0)
     moves = preempted(decisions, Reason.MIGRATED_AFFINITY)
@@ -175,6 +175,13 @@ def test_equal_jobs_on_one_device_get_equal_turns(count: int, rounds: int) -> No
     assert result.turns == count * (rounds - 1)
 
 
+def test_turns_cost_a_twentieth_of_the_devices_at_most() -> None:
+    jobs, cost = [sim(f"j{i}", 1, 6 * 3600.0) for i in range(2)], Overheads(checkpoint_s=5.0, restore_s=25.0)
+    run = Simulation(state(node("n", 1)), get_profile("gandiva"), jobs, VirtualClock(), overheads=cost).run()
+    assert run.turns >= 2 * 6 * 3600 / 660 - 2
+    assert 12 * 3600.0 < run.last_s <= 12 * 3600.0 * 1.06
+
+
 def test_a_large_job_gets_its_turns_among_small_ones_that_keep_coming() -> None:
     small = [sim(f"s{i}", 1, 90, at=i * 10.0) for i in range(36)]
     result = played([*small, sim("big", 4, 120, at=100.0)], 4)
@@ -186,11 +193,11 @@ def test_a_large_job_gets_its_turns_among_small_ones_that_keep_coming() -> None:
 def test_jobs_that_may_not_be_stopped_neither_move_nor_take_turns() -> None:
     s = state(node("n", 1))
     apply(s, JobArrived(ask=ask("fixed", slot(1), preemptible=False)), 0.0)
-    step(s, Tick(), get_profile("gandiva"), 0.0)
-    decisions = step(s, JobArrived(ask=ask("next", slot(1), at=70)), get_profile("gandiva"), 70.0)
+    step(s, Tick(), gandiva(ROUND_S), 0.0)
+    decisions = step(s, JobArrived(ask=ask("next", slot(1), at=70)), gandiva(ROUND_S), 70.0)
     assert not any(isinstance(d, Preempt) for d in decisions)
     apply(s, JobGone(job=JobId("fixed")), 80.0)
-    assert [d.job for d in step(s, Tick(), get_profile("gandiva"), 80.0) if isinstance(d, Admit)] == ["next"]
+    assert [d.job for d in step(s, Tick(), gandiva(ROUND_S), 80.0) if isinstance(d, Admit)] == ["next"]
 
 
 def elastic(name: str, most: int, work_s: float, at: float = 0.0) -> SimJob:
@@ -215,7 +222,7 @@ def test_two_that_grow_share_what_is_idle_evenly() -> None:
     jobs=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 2, 8]), st.integers(0, 90)), min_size=2, max_size=7)
 )
 def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, int, int]]) -> None:
-    s, profile = state(node("n0", 4), node("n1", 4)), get_profile("gandiva")
+    s, profile = state(node("n0", 4), node("n1", 4)), gandiva(ROUND_S)
     for now, (gpus, most, leaves) in enumerate(jobs):
         asked = ask(f"j{now}", slot(gpus), at=float(now), slots_max=most // gpus)
         for decision in step(s, JobArrived(ask=asked), profile, float(now)):

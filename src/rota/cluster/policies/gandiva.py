@@ -23,6 +23,11 @@ HALF = 500
 """Thousandths of a device that each of two has."""
 PACK_GAIN = 0.05
 """What two jobs on the same devices must run more than one alone."""
+MOVE_S = 30.0
+"""Seconds of a device that saving a job and restoring it elsewhere take."""
+ROUND_S = 20 * MOVE_S
+"""So turns cost at most a twentieth of the devices. Gandiva (OSDI'18) suspends a job in a second, in rounds of one
+minute; here a job saves, ends its processes and starts anew."""
 LEVELS = ("device", "node", "rack", "cluster")
 """From close to far."""
 LENT_IN_SIMULATIONS = "Idle devices are lent in simulations alone; a service lets jobs grow within their range."
@@ -126,7 +131,7 @@ class MoveThenTurns:
     """
 
     round_s: float
-    move_s: float = 30.0
+    move_s: float = MOVE_S
     horizon_s: float = 3600.0
     turns: bool = True
 
@@ -355,7 +360,7 @@ class LendAndPack:
         return {job: slots for job, slots in held.items() if slots != state.jobs[job].held}
 
 
-def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
+def gandiva(round_s: float = ROUND_S, pack_gain: float | None = None) -> Profile:
     """Nodes by size of job; waiting jobs make running ones move, or take turns with them in rounds."""
     return Profile(
         name="gandiva" if pack_gain is None else "gandiva-pack",

@@ -74,3 +74,13 @@ def test_jobs_that_wait_for_longer_than_they_were_told_count_before_they_start_a
     assert late == pytest.approx(3000.0 + 90.0 * 3060.0 / 90.0 - 60.0), "as long as those wait by now"
     calibration.tell(told({}), 3000.0)
     assert calibration.of(told({new: start}), 0.0).starts[new] == start
+
+
+def test_a_job_that_should_have_started_at_once_and_waited_for_a_day_makes_no_interval_of_years() -> None:
+    calibration, day_s = Calibration(), 86400.0
+    for i in range(20):
+        job = JobId(f"j{i}")
+        calibration.tell(told({job: (0.0, 0.0, 0.0) if i % 5 == 0 else (day_s, day_s, day_s)}), 0.0)
+        calibration.started(job, day_s)
+    (_, _, late) = calibration.of(told({JobId("new"): (day_s, day_s, day_s)}), 0.0).starts[JobId("new")]
+    assert late is not None and day_s < late < 4 * day_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from math import floor
+from statistics import fmean
 
 from rota.cluster.sim.forecast import PESSIMISM, Estimates, Start
 from rota.spec.ids import JobId
@@ -15,7 +16,7 @@ KEPT = 200
 TAIL = 0.1
 """As many starts lie before ``p10``, and after ``p90``."""
 SHORT_S = 60.0
-"""Added to each wait: of one that is far shorter no part is taken."""
+"""Added to each wait at least: of one that is far shorter no part is taken."""
 
 _Told = tuple[float, float, float]
 """When a job had its first estimate, with the early wait and the late one."""
@@ -24,16 +25,19 @@ _Told = tuple[float, float, float]
 class Calibration:
     """First estimates of jobs, and what became of them, for wider intervals of those that wait now.
 
-    Plays know nothing of jobs that come later, so that true starts lie outside of them more often than they should.
+    Plays know little of jobs that come later, so that true starts lie outside of them more often than they should.
     Split conformal prediction, each tail by itself (Romano, Patterson, Candes, "Conformalized Quantile Regression",
-    NeurIPS 2019), on what part of the early wait, and of the late one, the true wait was, as waits differ by orders of
-    magnitude. No interval becomes narrower. It follows from no log: a service that starts learns anew, and until enough
-    jobs have started each may wait ``PESSIMISM`` times as long as the plays say is likely.
+    NeurIPS 2019), on what part of the early wait, and of the late one, the true wait was, as waits differ by orders
+    of magnitude. To each the mean of the true ones is added, else a job that should have started at once and waited
+    for a day would make all intervals a thousand times as long. No interval becomes narrower. It follows from no log:
+    a service that starts learns anew, and until enough jobs have started each may wait ``PESSIMISM`` times as long as
+    the plays say is likely.
     """
 
     def __init__(self) -> None:
         self._told: dict[JobId, _Told] = {}
-        self._parts: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._waits: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+        """Of who started: how long it waited, and the early and the late wait that it was told."""
 
     def tell(self, made: Estimates, now: float) -> None:
         """Jobs that wait have these estimates; of each the first one counts. The others wait no more."""
@@ -47,31 +51,36 @@ class Calibration:
     def started(self, job: JobId, at: float) -> None:
         """A job started."""
         if (told := self._told.pop(job, None)) is not None:
-            self._parts.append(_parts(told, at))
+            since, early_s, late_s = told
+            self._waits.append((at - since, early_s, late_s))
 
     def of(self, made: Estimates, now: float) -> Estimates:
         """These estimates with intervals that as many starts lie in as should."""
-        if not (low := floor((len(self._parts) + 1) * TAIL)):
+        if not (low := floor((len(self._waits) + 1) * TAIL)):
             return replace(made, starts={job: _without_evidence(start, now) for job, start in made.starts.items()})
-        first = min(1.0, sorted(part for part, _ in self._parts)[low - 1])
-        last = max(1.0, self._late_part(now))
+        more_s = max(SHORT_S, fmean(waited_s for waited_s, _, _ in self._waits))
+        first = min(
+            1.0, sorted((waited_s + more_s) / (early_s + more_s) for waited_s, early_s, _ in self._waits)[low - 1]
+        )
+        last = max(1.0, self._late_part(now, more_s))
 
         def wider(start: Start) -> Start:
             early, likely, late = start
-            early = None if early is None else now + max(0.0, (early - now + SHORT_S) * first - SHORT_S)
-            late = None if late is None else now + (late - now + SHORT_S) * last - SHORT_S
+            early = None if early is None else now + max(0.0, (early - now + more_s) * first - more_s)
+            late = None if late is None else now + (late - now + more_s) * last - more_s
             return (early, likely, late)
 
-        basis = f"{made.basis}; intervals by what became of {counted(len(self._parts), 'estimate')}"
+        basis = f"{made.basis}; intervals by what became of {counted(len(self._waits), 'estimate')}"
         return replace(made, starts={job: wider(start) for job, start in made.starts.items()}, basis=basis)
 
-    def _late_part(self, now: float) -> float:
+    def _late_part(self, now: float, more_s: float) -> float:
         """What part of the late wait one of ten exceeds. Of jobs that still wait only what they waited so far is known.
 
         The product-limit estimate of E. Kaplan and P. Meier (JASA 53, 1958), with one job more that exceeds all.
         """
         known = sorted(
-            [(part, True) for _, part in self._parts] + [(_parts(t, now)[1], False) for t in self._told.values()]
+            [((waited_s + more_s) / (late_s + more_s), True) for waited_s, _, late_s in self._waits]
+            + [((now - since + more_s) / (late_s + more_s), False) for since, _, late_s in self._told.values()]
         )
         more, left = 1.0, len(known) + 1
         for part, has_started in known:
@@ -87,9 +96,3 @@ def _without_evidence(start: Start, now: float) -> Start:
     if likely is None or late is None:
         return start
     return (early, likely, max(late, now + (likely - now) * PESSIMISM))
-
-
-def _parts(told: _Told, at: float) -> tuple[float, float]:
-    since, early_s, late_s = told
-    wait_s = at - since + SHORT_S
-    return wait_s / (early_s + SHORT_S), wait_s / (late_s + SHORT_S)

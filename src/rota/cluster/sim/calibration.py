@@ -37,7 +37,7 @@ class Calibration:
     def __init__(self) -> None:
         self._told: dict[JobId, _Told] = {}
         self._waits: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
-        """Of who started: how long it waited, and the early and the late wait that it was told."""
+        """Of each job that started: how long it waited, and the early and the late wait of its estimate."""
 
     def tell(self, made: Estimates, now: float) -> None:
         """Jobs that wait have these estimates; of each the first one counts. The others wait no more."""

@@ -17,11 +17,11 @@ from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.locks import clients_in, is_alive, noted_in, read_file
+from rota.tensors.namespace import Namespace, remove_unknown
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import STATES, Dump, Row
 from rota.tensors.segments import BlockHeader
 from rota.tensors.session import Session, remove_vanished, shm_base
-from rota.tensors.space import Space, remove_unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +187,13 @@ def row_document(row: Row, now_s: float) -> TensorRow:
     }  # fmt: skip
 
 
-def tensor_list(space: Space, prefix: str = "") -> TensorList:
+def tensor_list(space: Namespace, prefix: str = "") -> TensorList:
     """The document of ``rota tensors ls``."""
     now_s = space.clock.wall_s()
     return {"items": [row_document(row, now_s) for row in space.rows(prefix) if row.version]}
 
 
-def tensor(space: Space, row: Row) -> TensorDocument:
+def tensor(space: Namespace, row: Row) -> TensorDocument:
     """The document of ``rota tensors stat``: the row, its versions, their holders, its latest events."""
     now_s, direct = space.clock.wall_s(), noted_in(space.clients)
     versions: list[VersionRow] = [
@@ -209,7 +209,7 @@ def tensor(space: Space, row: Row) -> TensorDocument:
     return {**row_document(row, now_s), "versions": sorted(versions, key=lambda each: each["version"])}
 
 
-def locate(space: Space, name: str) -> list[Location]:
+def locate(space: Namespace, name: str) -> list[Location]:
     """Where the parts of a name's current version lie, in order of the parts. Raises NotFound, VersionGone."""
     row = space.find_row(name)
     versions = {version: fields for version, fields, _ in space.registry.versions(name)}
@@ -239,7 +239,7 @@ def _tier(path: Path, device: str) -> str:
     return "device" if device else "file" if path.is_symlink() else "memory"
 
 
-def _header(space: Space, fields: Mapping[str, str]) -> BlockHeader | None:
+def _header(space: Namespace, fields: Mapping[str, str]) -> BlockHeader | None:
     """The header of a version's block; None when its file is gone."""
     try:
         raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
@@ -248,7 +248,7 @@ def _header(space: Space, fields: Mapping[str, str]) -> BlockHeader | None:
     return BlockHeader.unpack(raw, fields["seg"], settled=False)
 
 
-def top(space: Space, n_max: int = 20) -> TopDocument:
+def top(space: Namespace, n_max: int = 20) -> TopDocument:
     """Names by bytes, with those that only old leases keep."""
     space.reap()
     dump, direct = space.registry.dump(), noted_in(space.clients)
@@ -265,7 +265,7 @@ def top(space: Space, n_max: int = 20) -> TopDocument:
     return {"items": items[:n_max]}
 
 
-def stats(space: Space) -> Stats:
+def stats(space: Namespace) -> Stats:
     """Bytes, leases and counts of a namespace and of this process."""
     space.reap()
     dump = space.registry.dump()
@@ -392,7 +392,7 @@ def _check_names(dump: dict[str, Dump], versions: dict[str, dict[str, str]]) -> 
     return found
 
 
-def _check_files(space: Space, dump: dict[str, Dump]) -> list[Violation]:
+def _check_files(space: Namespace, dump: dict[str, Dump]) -> list[Violation]:
     found: list[Violation] = []
     files = dict(space.segments.files())
     known: set[str] = dump.get("segs", set())
@@ -414,7 +414,7 @@ def _check_files(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     ]
 
 
-def _check_table(space: Space, dump: dict[str, Dump]) -> list[Violation]:
+def _check_table(space: Namespace, dump: dict[str, Dump]) -> list[Violation]:
     found: list[Violation] = []
     for key, fields in dump.items():
         if key.startswith("n:") and fields["v"] != "0":
@@ -426,7 +426,7 @@ def _check_table(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     return found
 
 
-def _check_notes(space: Space) -> list[Violation]:
+def _check_notes(space: Namespace) -> list[Violation]:
     """No client notes a version that is gone, for longer than it takes to look at the slot again."""
     lost = set(noted_in(space.clients))
     for _ in range(_LOOKS):
@@ -437,7 +437,7 @@ def _check_notes(space: Space) -> list[Violation]:
     return [Violation(rule="I1", object="leases", detail=f"a client notes version {v}, which is gone") for v in lost]
 
 
-def _on_devices(space: Space, dump: dict[str, Dump]) -> Iterator[tuple[str, dict[str, str], str, str]]:
+def _on_devices(space: Namespace, dump: dict[str, Dump]) -> Iterator[tuple[str, dict[str, str], str, str]]:
     """Complete versions on devices: (id, fields, UUID of the device, keeper)."""
     for key, fields in dump.items():
         device = json.loads(fields["desc"] or "{}").get("device") if key.startswith("v:") else None
@@ -448,7 +448,7 @@ def _on_devices(space: Space, dump: dict[str, Dump]) -> Iterator[tuple[str, dict
                 yield key[2:], fields, device, DevicePlace.unpack(raw).keeper
 
 
-def _check_devices(space: Space, dump: dict[str, Dump]) -> list[Violation]:
+def _check_devices(space: Namespace, dump: dict[str, Dump]) -> list[Violation]:
     """Every range that a keeper gave belongs to a version, every version of a living keeper has its range.
 
     Others release versions between one answer and the next; what is gone by then is asked for again.
@@ -468,7 +468,7 @@ def _check_devices(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     return found
 
 
-def _given(space: Space, uuid: str) -> set[int]:
+def _given(space: Namespace, uuid: str) -> set[int]:
     """The versions to which a keeper gave ranges, without those that are gone as it looks."""
     assert space.devices is not None
     reply = space.devices.ask(uuid, {"op": "blocks"}, start=False)
@@ -500,7 +500,7 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
 
 
-def holders(space: Space, leasing: Set[str], version: int, now_s: float) -> list[HolderRow]:
+def holders(space: Namespace, leasing: Set[str], version: int, now_s: float) -> list[HolderRow]:
     """Who leases a version: those that the registry knows, and those whose file notes it, in order of the clients."""
     out: list[HolderRow] = []
     for client in sorted(leasing | set(clients_in(space.clients))):

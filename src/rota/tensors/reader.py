@@ -29,9 +29,9 @@ from rota.tensors.devices.client import DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.leases import HeldBlock
 from rota.tensors.locks import noted_in
+from rota.tensors.namespace import Namespace
 from rota.tensors.registry import Leased, PartBlock, ScriptRefused
 from rota.tensors.segments import BlockHeader
-from rota.tensors.space import Space
 
 CACHE_MAX: Final = 4096
 _POLL_FIRST_S: Final = 0.00005
@@ -85,7 +85,7 @@ class Snapshot(dict[str, Tensor]):
 class TensorReader:
     """The read path of one namespace. ``cache`` and ``words`` are read by the fast path of ``Plane.get``."""
 
-    def __init__(self, space: Space, *, sealed: bool, check: bool) -> None:
+    def __init__(self, space: Namespace, *, sealed: bool, check: bool) -> None:
         self._space = space
         self._check = check
         self.sealed = sealed

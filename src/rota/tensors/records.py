@@ -28,6 +28,7 @@ from rota.tensors.core import Json, Tensor
 from rota.tensors.errors import failpoint
 from rota.tensors.leases import HeldBlock
 from rota.tensors.locks import FORK_MARK, LockFile, clients_in, is_alive, shared
+from rota.tensors.namespace import Namespace
 from rota.tensors.reader import TensorReader
 from rota.tensors.registry import PartBlock, ScriptRefused
 from rota.tensors.ring import (
@@ -44,7 +45,6 @@ from rota.tensors.ring import (
     is_memory,
     words_of,
 )
-from rota.tensors.space import Space
 from rota.tensors.writer import Life, PublishOrder, TensorWriter, lay_out
 
 META_BYTES_MAX: Final = 64 << 10
@@ -99,7 +99,7 @@ class RecordBlock:
 class OpenRing:
     """A ring as this process has it open."""
 
-    def __init__(self, space: Space, reader: TensorReader, name: str) -> None:
+    def __init__(self, space: Namespace, reader: TensorReader, name: str) -> None:
         self._space, self.name = space, name
         leased, held, start = reader.open_block(name)
         self.slot, self.version = leased.slot, leased.version
@@ -197,7 +197,7 @@ class OpenRing:
 class Rings:
     """The rings of one process in one namespace, and their memory."""
 
-    def __init__(self, space: Space, reader: TensorReader, writer: TensorWriter, *, check: bool) -> None:
+    def __init__(self, space: Namespace, reader: TensorReader, writer: TensorWriter, *, check: bool) -> None:
         self._space, self._reader, self._writer, self._check = space, reader, writer, check
         self._open: dict[str, OpenRing] = {}
         self._ended: list[tuple[deque[_View], dict[int, _View]]] = []

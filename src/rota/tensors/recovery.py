@@ -19,9 +19,9 @@ from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe, label_covers
 from rota.tensors.errors import file_errors
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, is_beginning, read_file
+from rota.tensors.namespace import Namespace
 from rota.tensors.registry import RedisMachine, ScriptRefused
 from rota.tensors.segments import PREPARED, READY, BlockHeader, Segments
-from rota.tensors.space import Space
 
 _SETTLE_S: Final = 0.01
 _BEGIN_MAX_S: Final = 1.0
@@ -99,7 +99,7 @@ def read_notes(folder: Path) -> Notes:
         return {"fences": {}, "pins": {}}
 
 
-def write_note(space: Space, kind: Literal["fences", "pins"], key: str, value: int | None) -> None:
+def write_note(space: Namespace, kind: Literal["fences", "pins"], key: str, value: int | None) -> None:
     """Change one note (None: strike it); the caller holds the recovery lock."""
     notes = read_notes(space.folder)
     if value is None:
@@ -110,13 +110,13 @@ def write_note(space: Space, kind: Literal["fences", "pins"], key: str, value: i
         write_private(space.folder / _NOTES, json.dumps(notes))
 
 
-def live_clients(space: Space) -> dict[str, list[int]]:
+def live_clients(space: Namespace) -> dict[str, list[int]]:
     """Client files whose lock is held, with the versions they lease."""
     living = [client for client in clients_in(space.clients) if is_alive(space.clients, client)]
     return {client: read_file(space.clients, client)[1] for client in living}
 
 
-def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Recovered:
+def rebuild(space: Namespace, machine: RedisMachine, *, dry_run: bool = False) -> Recovered:
     """Fill an empty registry from what lies on disk, or say what would come; the caller holds the recovery lock.
 
     (1) a new epoch, every slot says ask; (2) headers: the newest ready version of each slot wins; (3) leases from the
@@ -129,7 +129,7 @@ def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Re
     raise RegistryUnavailable(f"namespace {space.namespace}: the registry was lost repeatedly while it was rebuilt")
 
 
-def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
+def _rebuild(space: Namespace, machine: RedisMachine, dry_run: bool) -> Recovered:
     began_s = space.clock.monotonic_s()
     epoch = max(space.table.epoch, machine.epoch) + 1
     if not dry_run:
@@ -146,7 +146,7 @@ def _rebuild(space: Space, machine: RedisMachine, dry_run: bool) -> Recovered:
     return plan.report
 
 
-def _wait_for_headers(space: Space) -> None:
+def _wait_for_headers(space: Namespace) -> None:
     """Wait until no living client is about to write a header in the epoch before: its block would be free in the next.
     Raises PublishBlocked when one is stopped there."""
     until_s = space.clock.monotonic_s() + _BEGIN_MAX_S
@@ -159,7 +159,7 @@ def _wait_for_headers(space: Space) -> None:
             blocking_sleep(_SETTLE_S)
 
 
-def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:
+def _fill(space: Namespace, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:
     machine.wipe()
     run_id, filling = machine.run_id, f"{epoch} {machine.run_id}"
     commands: Words = [("HSET", f"{machine.prefix}cfg", "folder", str(space.folder), "filling", filling)]
@@ -178,7 +178,7 @@ def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, in
 class _Plan:
     """The registry content that follows from headers and files."""
 
-    def __init__(self, space: Space, fences: Mapping[str, int]) -> None:
+    def __init__(self, space: Namespace, fences: Mapping[str, int]) -> None:
         self._space, self._fences = space, fences
         self.report = Recovered()
         self.newest = space.table.newest()  # no header has an id whose block was given back

@@ -32,12 +32,12 @@ from rota.tensors.locks import (
     read_file,
     shared,
 )
+from rota.tensors.namespace import Namespace, sweep_client, sweep_dead, sweep_unfiled
 from rota.tensors.reader import TensorReader
 from rota.tensors.records import Rings
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
 from rota.tensors.registry import RedisMachine, Registry, ScriptRefused
 from rota.tensors.segments import Segments, Spill, remove_file
-from rota.tensors.space import Space, sweep_client, sweep_dead, sweep_unfiled
 from rota.tensors.writer import Copier, TensorWriter, threads_wanted
 
 SHM_DIR: Final = "ROTA_SHM_DIR"
@@ -165,7 +165,7 @@ class Session:
         mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses
         failpoint("joining")
         leases = Leases(segments, mirror)
-        self.space = Space(
+        self.space = Namespace(
             namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
             table=table, segments=segments, leases=leases, file=mirror, rejoin=self.rejoin,
             identity=identity,

@@ -33,9 +33,9 @@ from rota.tensors.core import (
 from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
+from rota.tensors.namespace import Namespace, Published
 from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
-from rota.tensors.space import Published, Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
 _MANIFEST_BYTES_MAX: Final = 32 << 20
@@ -134,7 +134,7 @@ class Version:
 class TensorWriter:
     """The write path of one namespace."""
 
-    def __init__(self, space: Space, random_source: RandomSource, copier: Copier, *, check: bool) -> None:
+    def __init__(self, space: Namespace, random_source: RandomSource, copier: Copier, *, check: bool) -> None:
         self._space = space
         self._check = check
         self._random = random_source

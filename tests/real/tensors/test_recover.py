@@ -33,9 +33,9 @@ from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors, recovery
 from rota.tensors.api.store import Plane
 from rota.tensors.core import HEADER_BYTES
+from rota.tensors.namespace import Namespace
 from rota.tensors.registry import Registry, Row
 from rota.tensors.segments import STATE_AT
-from rota.tensors.space import Space
 
 
 @pytest.fixture(scope="module")
@@ -517,9 +517,9 @@ def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
 ) -> None:
     """Between its look and its lock the name is deleted and made anew elsewhere, its old slot given to another name."""
     plane.put("w", np.zeros(3))
-    find_row, moves = Space.find_row, [1]
+    find_row, moves = Namespace.find_row, [1]
 
-    def look_and_be_overtaken(space: Space, name: str) -> Row | None:
+    def look_and_be_overtaken(space: Namespace, name: str) -> Row | None:
         row = find_row(space, name)
         if moves and moves.pop():
             plane.delete("w")
@@ -530,7 +530,7 @@ def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
             plane.get("w", as_="numpy")
         return row
 
-    monkeypatch.setattr(Space, "find_row", look_and_be_overtaken)
+    monkeypatch.setattr(Namespace, "find_row", look_and_be_overtaken)
     plane._space.published.clear()  # who published it himself need not look
     plane.delete("w")
     with pytest.raises(errors.NotFound):  # the table says so too: a cached view is not taken for the newest

@@ -19,11 +19,11 @@ from rota.tensors import errors
 from rota.tensors.arrays import TensorSource, source_of
 from rota.tensors.core import Json, Tensor, check_count, check_name
 from rota.tensors.errors import failpoint
+from rota.tensors.namespace import Namespace
 from rota.tensors.records import META_BYTES_MAX, ChannelRecord, Moved, OpenRing, repeated
 from rota.tensors.registry import RedisMachine, ScriptRefused, refusal
 from rota.tensors.ring import IDLE, ITEMS, ITEMS_WANTED, MARK, OPEN, ROOM, ROOM_WANTED, Ring, RingRecord
 from rota.tensors.session import Session
-from rota.tensors.space import Space
 from rota.tensors.writer import PublishOrder
 
 _ITEMS_MAX: Final = 16_384
@@ -255,7 +255,7 @@ class Watch:
 
     def __init__(
         self,
-        space: Space,
+        space: Namespace,
         machine: RedisMachine,
         prefix: str,
         after: str | None,

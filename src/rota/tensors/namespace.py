@@ -46,7 +46,7 @@ class Published:
 
 
 @dataclass(slots=True, kw_only=True)
-class Space:
+class Namespace:
     """What every operation needs. ``rejoin`` is called when the registry is lost or was rebuilt."""
 
     namespace: str
@@ -303,7 +303,7 @@ _UNBORN_S: Final = 60.0
 _SLICES_MAX: Final = 10_000
 
 
-def sweep_dead(space: Space) -> list[str]:
+def sweep_dead(space: Namespace) -> list[str]:
     """Undo what every dead client had; the clients swept. The caller is the one sweeper."""
     swept: list[str] = []
     for client, fd in dead_in(space.clients):
@@ -323,7 +323,7 @@ def sweep_dead(space: Space) -> list[str]:
     return swept
 
 
-def remove_unknown(space: Space) -> list[tuple[str, int]]:
+def remove_unknown(space: Namespace) -> list[tuple[str, int]]:
     """Remove the files that the registry does not know, with their sizes: their makers died after it was lost."""
     files = list(space.segments.files())  # before the question: a file is recorded before it is made
     known = space.retry(lambda: space.registry.members("segs"))
@@ -334,7 +334,7 @@ def remove_unknown(space: Space) -> list[tuple[str, int]]:
     return gone
 
 
-def _remove_unborn(space: Space) -> None:
+def _remove_unborn(space: Namespace) -> None:
     """Files of clients that died before they had locked and shown them."""
     for path in space.clients.glob(".*"):
         with contextlib.suppress(FileNotFoundError):
@@ -342,7 +342,7 @@ def _remove_unborn(space: Space) -> None:
                 path.unlink()
 
 
-def sweep_unfiled(space: Space) -> list[str]:
+def sweep_unfiled(space: Namespace) -> list[str]:
     """Undo registry clients that have no file: they died between two steps of their own sweep."""
     known = space.registry.members("clients")
     lost = [c for c in known - set(clients_in(space.clients)) if not c.startswith(PIN_MARK) and c != space.client]
@@ -351,7 +351,7 @@ def sweep_unfiled(space: Space) -> list[str]:
     return lost
 
 
-def sweep_client(space: Space, client: str) -> None:
+def sweep_client(space: Namespace, client: str) -> None:
     """Undo one client slice by slice; each slice may be repeated. What it prepared and did not commit is taken back
     first: a rebuild would commit it. Before that, what the client had sent is done: its commit may be on its way."""
     space.table.settle()
@@ -365,7 +365,7 @@ def sweep_client(space: Space, client: str) -> None:
             return
 
 
-def restore_slots(space: Space) -> int:
+def restore_slots(space: Namespace) -> int:
     """Fill slots that a dead publisher left at 0; readers were right meanwhile, only slower. How many were filled."""
     filled = 0
     for row in space.registry.ls_all():

@@ -99,7 +99,7 @@ def loses(job: Watched, instance: str, fault: Callable[[Watched, str, Machine], 
     """A fault of the machine of an instance. That of the service takes part where the others have no room for it."""
     head, lost = job.site.head, machine_of(job, instance)
     assert lost is not head
-    job.site.rota("nodes", "uncordon" if instance == "counter/0" else "cordon", head.name, "--yes")
+    job.site.rota("nodes", "cordon" if job.places()[head.name] else "uncordon", head.name, "--yes")
     fault(job, instance, lost)
     job.site.rota("nodes", "uncordon", head.name, "--yes")
     recovers(job)

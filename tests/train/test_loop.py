@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 from rota.spec.errors import BadInput
 from rota.train import checkpoint
@@ -75,7 +76,7 @@ def test_a_rank_trains_on_its_gpu_where_its_group_speaks_nccl(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: str(BackendConfig(dist.Backend(backend))))
     monkeypatch.setenv("LOCAL_RANK", rank)
     assert own_device() == torch.device(device)
     assert current == ([torch.device(device).index] if device != "cpu" else [])

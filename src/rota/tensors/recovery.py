@@ -155,7 +155,9 @@ def _wait_for_headers(space: Namespace) -> None:
             if space.clock.monotonic_s() > until_s:
                 pid = read_file(space.clients, client)[0].get("pid", 0)
                 text = f"namespace {space.namespace}: process {pid} is beginning to publish, the registry is lost"
-                raise errors.PublishBlocked(text, hint=f"continue or end process {pid}", name="", pid=pid)
+                raise errors.PublishBlocked(
+                    text, hint=f"try again; if process {pid} is stopped, continue or end it", name="", pid=pid
+                )
             blocking_sleep(_SETTLE_S)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import TypedDict
 
@@ -30,7 +31,7 @@ last of nine with 8/10."""
 PESSIMISM = 2.0
 """By how much waits are longer, or shorter, without evidence."""
 ARRIVALS_S = 86400.0
-"""The jobs submitted in this time that are still here stand for those to come. Short ones have ended by then, and are
+"""The jobs submitted in this time that are still here are the pattern of those to come. Short ones have ended by then, and are
 missing, but ask little of the devices."""
 ARRIVALS_MAX = 1000
 """Jobs that come in one play."""
@@ -183,9 +184,9 @@ class Forecast:
         ages = {ask.id: age_s for ask in asks if 0.0 <= (age_s := self._now - ask.queued_at) < ARRIVALS_S}
         begin_s = rng.random() * ARRIVALS_S
         day = sorted(((begin_s - ages[ask.id]) % ARRIVALS_S, ask.id, ask) for ask in asks if ask.id in ages)
-        times = [(n * ARRIVALS_S + at_s, n, ask) for n in range(int(HORIZON_S / ARRIVALS_S)) for at_s, _, ask in day]
+        times = ((n * ARRIVALS_S + at_s, n, ask) for n in range(int(HORIZON_S / ARRIVALS_S)) for at_s, _, ask in day)
         found = list[SimJob]()
-        for at_s, n, ask in times[:ARRIVALS_MAX]:
+        for at_s, n, ask in islice(times, ARRIVALS_MAX):
             at = self._now + at_s
             new = replace(ask, id=JobId(f"{ask.id}+{n}"), queued_at=at, after=(), not_before=0.0)
             found.append(SimJob(ask=new, submit_s=at, work_s=times_of(book, new).at(rng.random())))

@@ -245,7 +245,7 @@ def _life(home: environ.Home) -> Path:
 
 def _take_life(home: environ.Home) -> int:
     """The lock of a server, as a descriptor to inherit. Who has it and is not recorded has a starter that died before
-    it wrote the record, or that waited for the answer in vain: it is killed. Raises TimedOut when it does not die."""
+    it wrote the record, or that gave up waiting for its answer: it is killed. Raises TimedOut when it does not die."""
     path, mark = _life(home).resolve(), str(socket_path(home))
     life = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
 

@@ -390,10 +390,10 @@ async def apply_queues(
             caller.need(UserRole.QUEUE_ADMIN if parent else UserRole.ADMIN, parent)
         if body.dry_run:
             note(dry_run=True)
-        note(change=tree_difference(now.queues, given))
         used = sorted({job.queue for job in app.loop.installation.live.values()} - new.keys())
         if used:
             raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
+        note(change=tree_difference(now.queues, given))
         if changed and not body.dry_run:  # the same tree makes no version
             event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
             await app.loop.append([event])

@@ -234,3 +234,13 @@ def test_jobs_to_come_go_first_in_a_forecast_where_those_of_the_last_day_would()
     for one in (ask("r", slot(4), est_s=50.0, at=1.0), ask("w", slot(4), est_s=50.0, at=2.0)):
         step(known, JobArrived(ask=one), get_profile("default"), 2.0)
     assert Forecast(known, get_profile("default"), 2.0).play(SystemClock()).of(JobId("w")).p50 == 52.0
+
+
+def test_a_job_that_never_starts_prolongs_no_forecast() -> None:
+    s, profile, passes = state(node("n", 4)), get_profile("default"), list[None]()
+    ended(s, *(50.0 + 10 * i for i in range(EVIDENCE)), est_s=100.0)
+    for one in (ask("r", slot(4), at=1.0), ask("w", slot(4), at=2.0), ask("never", slot(8), at=3.0)):
+        step(s, JobArrived(ask=one), profile, 3.0)
+    found = Forecast(s, profile, 3.0, wall_max_s=60.0).play(SystemClock(), lambda: passes.append(None))
+    assert found.of(JobId("w")).p90 is not None and found.of(JobId("never")).p90 is None
+    assert len(passes) < 100, "jobs come for a multiple of the wait of the one that starts, and not for a month"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from math import inf
 from typing import TypedDict
 
@@ -31,10 +32,12 @@ last of nine with 8/10."""
 PESSIMISM = 2.0
 """By how much waits are longer, or shorter, without evidence."""
 ARRIVALS_S = 86400.0
-"""The jobs submitted in this time that are still here are the pattern of those to come. Short ones have ended by then, and are
-missing, but ask little of the devices."""
+"""The jobs submitted in this time that are still here are the pattern of those to come. Short ones have ended by then,
+and are missing, but ask little of the devices."""
 ARRIVALS_MAX = 1000
 """Jobs that come in one play."""
+PLAYED_ON = 3.0
+"""They come for this multiple of the longest wait without them. A job that never starts prolongs no play."""
 WALL_MAX_S = 2.0
 """How long all plays may take; at least one is made."""
 
@@ -154,31 +157,37 @@ class Forecast:
 
         ``between_passes`` is called between two passes, for a thread that lets others go first.
         """
-        began_s, found = clock.monotonic_s(), list[dict[JobId, float | None]]()
+        began_s, found = clock.monotonic_s(), list[Mapping[JobId, float | None]]()
         rows = {job: row for job, row in self._state.jobs.items() if row.phase != "paused"}
         book = self._state.taken
-        to_come: Sequence[SimJob] = ()
-        plays = 1 if all(_spread_of(book, row, self._now).is_known for row in rows.values()) else PLAYS
-        strata, source = _strata(rows, plays), SeededRandom(plays)
-        for k in range(plays):
-            left_s = self._wall_max_s - (clock.monotonic_s() - began_s)
-            if found and left_s <= 0:
-                break
-            drawn = _redrawn(book, source) if plays > 1 else book
+        known = all(_spread_of(book, row, self._now).is_known for row in rows.values())
+        strata, source = _strata(rows, 1 if known else PLAYS), SeededRandom(1 if known else PLAYS)
+        alone: Mapping[JobId, float | None] = {}
+        for k in range(1 if known else PLAYS):
+            drawn = book if known else _redrawn(book, source)
             spreads = {job: _spread_of(drawn, row, self._now) for job, row in rows.items()}
             work_s = {job: one.at(strata[job][k], _ran_s(rows[job], self._now)) for job, one in spreads.items()}
             jobs = [SimJob(ask=rows[job].ask, submit_s=self._now, work_s=work_s[job]) for job in sorted(rows)]
-            to_come = self._arrivals(rows.values(), drawn, SeededRandom(k)) if plays > 1 else ()
-            jobs += to_come
-            found.append(self._starts(self._state.copy(), jobs, clock, between_passes, left_s))
+            starts = partial(self._starts, clock=clock, between_passes=between_passes)
+            if not k:
+                alone = starts(jobs, self._waiting(), wall_max_s=self._wall_max_s)
+            left_s = self._wall_max_s - (clock.monotonic_s() - began_s)
+            able = {job: at for job in self._waiting() if (at := alone.get(job)) is not None}
+            if known or not able or left_s <= 0:
+                break
+            jobs += self._arrivals(rows.values(), drawn, SeededRandom(k), PLAYED_ON * (max(able.values()) - self._now))
+            found.append({**alone, **starts(jobs, [*able], wall_max_s=left_s)})
         waiting = [job for job, row in self._state.jobs.items() if not row.held]
-        starts = {job: self._together([one.get(job) for one in found]) for job in sorted(waiting)}
-        return Estimates(
-            starts=starts, basis=f"{self._basis}; jobs come as in the last day" if to_come else self._basis
-        )
+        made = {job: self._together([one.get(job) for one in found or [alone]]) for job in sorted(waiting)}
+        return Estimates(starts=made, basis=f"{self._basis}; jobs come as in the last day" if found else self._basis)
 
-    def _arrivals(self, rows: Iterable[LiveJob], book: Book, source: RandomSource) -> list[SimJob]:
-        """The jobs that come in one play, the soonest first."""
+    def _waiting(self) -> list[JobId]:
+        """Whose start is asked for."""
+        waiting = [job for job, row in self._state.jobs.items() if row.phase == "queued"]
+        return waiting if self._until is None else [self._until]
+
+    def _arrivals(self, rows: Iterable[LiveJob], book: Book, source: RandomSource, until_s: float) -> list[SimJob]:
+        """The jobs that come in one play in so many seconds, the soonest first."""
         rng = source.rng()
         asks = [row.ask.having(None) for row in rows if row.ask.part_of is None]
         ages = {ask.id: age_s for ask in asks if 0.0 <= (age_s := self._now - ask.queued_at) < ARRIVALS_S}
@@ -186,7 +195,7 @@ class Forecast:
         day = sorted(((begin_s - ages[ask.id]) % ARRIVALS_S, ask.id, ask) for ask in asks if ask.id in ages)
         times = ((n * ARRIVALS_S + at_s, n, ask) for n in range(int(HORIZON_S / ARRIVALS_S)) for at_s, _, ask in day)
         found = list[SimJob]()
-        for at_s, n, ask in islice(times, ARRIVALS_MAX):
+        for at_s, n, ask in takewhile(lambda one: one[0] <= until_s, islice(times, ARRIVALS_MAX)):
             at = self._now + at_s
             new = replace(ask, id=JobId(f"{ask.id}+{n}"), queued_at=at, after=(), not_before=0.0)
             found.append(SimJob(ask=new, submit_s=at, work_s=times_of(book, new).at(rng.random())))
@@ -204,20 +213,21 @@ class Forecast:
 
     def _starts(
         self,
-        fork: State,
         jobs: Sequence[SimJob],
+        awaited: Sequence[JobId],
+        *,
         clock: Clock,
         between_passes: Callable[[], None],
         wall_max_s: float,
     ) -> dict[JobId, float | None]:
-        waiting = (job for job, row in fork.jobs.items() if row.phase == "queued")
+        """When the jobs start in one play, which ends when those that are ``awaited`` have started."""
         run = Simulation(
-            fork,
+            self._state.copy(),
             self._profile,
             jobs,
             clock,
             until_s=self._now + HORIZON_S,
-            stop_when_started=waiting if self._until is None else [self._until],
+            stop_when_started=awaited,
             now=self._now,
             wall_max_s=wall_max_s,
             between_passes=between_passes,

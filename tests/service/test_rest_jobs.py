@@ -167,7 +167,7 @@ def test_a_list_shows_what_the_filters_ask_for(tmp_path: Path) -> None:
         assert [row["id"] for row in (await service.get("/jobs", name="other", all=True))["items"]] == ["other-1"]
         assert [row["id"] for row in (await service.get("/jobs", state="admitted"))["items"]] == ["hello-1"]
         await service.until("other-1", JobState.CANCELLED)
-        both = await service.get("/jobs", state="admitted,cancelled", sort="name")
+        both = await service.get("/jobs", state="admitted, cancelled", sort="name")
         assert [row["id"] for row in both["items"]] == ["hello-1", "other-1"]
         bad = await service.http.get("/api/v1/jobs", params={"state": "walking"})
         assert bad.status_code == 422

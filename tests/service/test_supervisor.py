@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from rota.runtime.process import SUPERVISOR, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.process import daemon, supervisor
 from rota.service.process.daemon import ServiceRecord
-from rota.spec.errors import RotaError
+from rota.spec.errors import BadInput, Conflict, RotaError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 180.0
@@ -204,3 +205,12 @@ def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_li
         monkeypatch.setattr(process, name, lambda *_: [])
     kept.run()
     assert (kept._failures, kept._taken) == (0, False)
+
+
+def test_why_a_service_did_not_start_is_the_error_that_it_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    for error in (BadInput("device family 'x:Y' is not there", hint="take it out"), Conflict("taken", hint="wait")):
+        said = {"code": error.code, "message": error.message, "hint": error.hint, "exit": error.exit}
+        log.write_text(f"rota serve failed: {json.dumps(said)}\n")
+        found = daemon._failure(log, 0, error.exit)
+        assert (type(found), found.message, found.hint) == (type(error), error.message, error.hint)

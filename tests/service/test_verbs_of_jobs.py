@@ -309,10 +309,10 @@ def test_a_variable_of_the_command_line_holds_in_every_role(tmp_path: Path) -> N
     (tmp_path / "job.yaml").write_text(HELLO.replace("  main:", "  main:\n    env: {A: file, B: file, C: file}"))
 
     async def test(_: Standing, ask: Callable[..., Any]) -> None:
-        words = ("-d", "-e", "A=shell", "-e", "B=shell", "-e", "D=shell", "--set", "roles.main.env.B=set")
+        words = ("-d", "-e", "A=[shell]", "-e", "B=shell", "-e", "D=", "--set", "roles.main.env.B=set")
         assert (await ask("run", "job.yaml", *words)).status == 0
         spec = (await ask("show", "hello-1", "--spec", "--json")).document["spec"]
-        assert spec["roles"][0]["env"] == [["A", "shell"], ["B", "set"], ["C", "file"]]
-        assert ["D", "shell"] in spec["env"]
+        assert spec["roles"][0]["env"] == [["A", "[shell]"], ["B", "set"], ["C", "file"]]
+        assert ["D", ""] in spec["env"]
 
     with_cli(tmp_path / "service", test)

@@ -187,7 +187,7 @@ class Forecast:
         return waiting if self._until is None else [self._until]
 
     def _arrivals(self, rows: Iterable[LiveJob], book: Book, source: RandomSource, until_s: float) -> list[SimJob]:
-        """The jobs that come in one play in so many seconds, the soonest first."""
+        """The jobs that come in one play until ``until_s`` seconds from now, the soonest first."""
         rng = source.rng()
         asks = [row.ask.having(None) for row in rows if row.ask.part_of is None]
         ages = {ask.id: age_s for ask in asks if 0.0 <= (age_s := self._now - ask.queued_at) < ARRIVALS_S}

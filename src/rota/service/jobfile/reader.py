@@ -304,11 +304,15 @@ def _role(node: Node, loc: str, errors: ErrorCollector) -> MappingNode:
     return role
 
 
+_VARIABLE = re.compile(r"\s*(roles\.[^.]+\.)?env\.")
+
+
 def apply_sets(root: Node, sets: Sequence[str], errors: ErrorCollector) -> None:
     """Change the tree in place, one ``path=value`` after the other.
 
     A path goes through names and list positions: ``roles.trainer.replicas=4``, ``weights[0].every=2``. Names that hold
-    dots are found if they are in the file. What is missing is made. The models decide what a value means.
+    dots are found if they are in the file. What is missing is made. The models decide what a value means; that of a
+    variable is its text, as in a shell.
     """
     for number, text in enumerate(sets[:SETS_MAX], 1):
         place = TextPlace(1, 1, file=f"--set #{number}", source=text)
@@ -319,7 +323,8 @@ def apply_sets(root: Node, sets: Sequence[str], errors: ErrorCollector) -> None:
         elif path.count(".") + path.count("[") >= DEPTH_MAX:
             errors.add(place, (), f"a path of more than {DEPTH_MAX} steps", code="BAD_SET")
         else:
-            node = _value(value, TextPlace(1, len(path) + 2, file=place.file, source=text), errors)
+            where = TextPlace(1, len(path) + 2, file=place.file, source=text)
+            node = ScalarNode(value, where, plain=False) if _VARIABLE.match(path) else _value(value, where, errors)
             if node is not None:
                 _lay(root, path.strip(), node, place, errors)
 

@@ -397,7 +397,7 @@ def _failure(log: Path, seen: int, exit_status: int) -> RotaError:
         shown = "\n".join(lines[-LOG_SHOWN_LINES:])
         return RotaError(f"the service ended with status {exit_status}:\n{shown}", hint=f"see {log}")
     raw = json.loads(said.partition(": ")[2])
-    kinds = {cls.code: cls for cls in _leaves(RotaError)}
+    kinds = {cls.code: cls for cls in reversed([*_leaves(RotaError)])}  # of classes with one code the first
     return kinds.get(raw["code"], RotaError)(raw["message"], hint=raw["hint"])
 
 

@@ -218,19 +218,26 @@ def _changes(
     made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
     if after:
         made[f"after={json.dumps(after)}"] = f"--after {' --after '.join(after)}"
+    made |= {f"env.{pair}": f"-e {pair}" for pair in _variables(env).values()}
+    return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
+
+
+def _variables(env: Iterable[str] | None) -> dict[str, str]:
+    """What ``-e`` gave, by the name of the variable. Raises BadInput for what is not K=V."""
+    found: dict[str, str] = {}
     for pair in env or ():
         key, equals, _ = pair.partition("=")
         if not equals or not key:
             raise BadInput(f"-e {pair}: not K=V")
-        made[f"env.{pair}"] = f"-e {pair}"
-    return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
+        found[key] = pair
+    return found
 
 
 def _in_all_roles(
     env: Iterable[str] | None, body: JobText, changes: dict[str, str], spec: JobSpec, flags: Flags
 ) -> JobSpec:
     """The job with ``-e`` in every role, also over the ``env`` of the role; a ``--set`` of that comes later."""
-    pairs = {pair.partition("=")[0]: pair for pair in env or ()}
+    pairs = _variables(env)
     given = [(role.name, pairs[key]) for role in spec.roles for key, _ in role.env if key in pairs]
     if not given:
         return spec

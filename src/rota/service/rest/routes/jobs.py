@@ -196,7 +196,7 @@ async def list_jobs(
     now = app.clock.wall_s()
     wanted = JobFilter(
         all=all,
-        states=tuple(one.upper() for given in state or () for one in given.split(",")),
+        states=tuple(one.strip().upper() for given in state or () for one in given.split(",")),
         queue=queue,
         user=user,
         name=name,

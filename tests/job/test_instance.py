@@ -278,12 +278,12 @@ class Reader(Workload):
 def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = threading.Event()
+    reported = threading.Event()
 
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
             if call.method == "beat" and Heartbeat.from_json(call.args[0]).lost is not None:
-                told.set()
+                reported.set()
             return await super().call()
 
     monkeypatch.setattr(instance_module, "open_launcher", lambda _: Listening())
@@ -298,7 +298,7 @@ def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_
         assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
         found = await instance.call(["a", "read", 1, 4, {"a-w": (1, 1)}, False])
         assert isinstance(found, Refusal) and (found.kind, found.traceback) == ("stale", "")
-        assert "AttributeError" in found.text and await asyncio.to_thread(told.wait, LIMIT_S)
+        assert "AttributeError" in found.text and await asyncio.to_thread(reported.wait, LIMIT_S)
         await asyncio.to_thread(instance._control.close)
 
     asyncio.run(main())
@@ -350,8 +350,29 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
     assert str(tmp_path) in answer["failure"]["text"] and "did not answer in 0.01 s" in answer["failure"]["text"]
 
 
+def test_devices_whose_driver_does_not_answer_are_named_and_not_the_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    family = DeviceFamily()
+    monkeypatch.setattr(family, "inventory", lambda: back.wait() and ())
+    monkeypatch.setattr(preflight, "local_family", lambda: family)
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(instance_module, "quick", lambda _: [])
+    monkeypatch.setattr(instance_module, "CHECK_MAX_S", 0.01)
+    instance = an_instance(tmp_path, 1)
+    try:
+        answer = asyncio.run(instance.check())
+    finally:
+        back.set()
+        instance._control.close()
+        instance._config.user.close()
+    assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.GPU_LOST)
+    assert "or their driver, did not answer in 0.01 s" in answer["failure"]["text"]
+
+
 def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, told = {1: 4}, threading.Event()
+    errors, reported = {1: 4}, threading.Event()
     family = DeviceFamily()
     monkeypatch.setattr(family, "inventory", tuple)
     monkeypatch.setattr(family, "memory_errors", lambda: dict(errors))
@@ -362,23 +383,23 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
         async def call(self, _: object, call: Call) -> Any:
             beat = Heartbeat.from_json(call.args[0])
             if beat.lost is not None and beat.lost.reason is Reason.GPU_ECC:
-                told.set()
+                reported.set()
             return await super().call()
 
     monkeypatch.setattr(instance_module, "open_launcher", lambda _: Listening())
     instance = an_instance(tmp_path, 1)
     try:
         assert asyncio.run(instance.check()) == {"answer": "done"}, "four errors of an earlier time are no fault"
-        assert not told.is_set()
+        assert not reported.is_set()
         errors[1] = 5
-        assert told.wait(LIMIT_S), "the master hears of it at the next beat"
+        assert reported.wait(LIMIT_S), "the master hears of it at the next beat"
     finally:
         instance._control.close()
         instance._config.user.close()
 
 
 @pytest.mark.parametrize(("number", "text"), [(9, "ended by SIGKILL"), (35, "ended by signal 35")])
-def test_a_death_by_any_signal_is_told(number: int, text: str) -> None:
+def test_a_death_by_any_signal_is_reported(number: int, text: str) -> None:
     died = ProcessDied(name="n", job=JOB, instance=at("w/0"), epoch=Epoch(1), signal=number)
     assert death_event(died).text == text
 

@@ -15,26 +15,24 @@ from rota.job.health import preflight
 from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, findings_for, pairwise, quick
 from rota.runtime import devices
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.devices import DeviceFamily, Nvidia, Pretended
+from rota.runtime.devices import DeviceFamily, FakeDevices, Nvidia
 from rota.spec.reasons import Reason
-
-NONE = DeviceWatch(())
 
 
 def test_a_fit_node_has_nothing_wrong_and_no_file_is_left(tmp_path: Path) -> None:
-    assert quick([tmp_path, tmp_path / "new"], NONE) == []
+    assert quick([tmp_path, tmp_path / "new"]) == []
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_folder_that_takes_no_writes_is_named_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    (found,) = quick([tmp_path / "file" / "below"], NONE)
+    (found,) = quick([tmp_path / "file" / "below"])
     assert (found.check, found.reason) == ("disk", Reason.OUTPUT_FULL)
     assert f"{tmp_path / 'file' / 'below'} takes no writes" in found.text
 
 
-def test_too_little_space_is_told_in_mebibytes(tmp_path: Path) -> None:
-    (found,) = quick([tmp_path], NONE, free_min_bytes=1 << 62)
+def test_too_little_space_is_given_in_mebibytes(tmp_path: Path) -> None:
+    (found,) = quick([tmp_path], free_min_bytes=1 << 62)
     assert found.reason is Reason.OUTPUT_FULL and "MiB left" in found.text
 
 
@@ -42,9 +40,9 @@ def use(monkeypatch: pytest.MonkeyPatch, family: DeviceFamily) -> None:
     monkeypatch.setattr(preflight, "local_family", lambda: family)
 
 
-def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use(monkeypatch, Pretended("1xH100"))
-    (found,) = quick([tmp_path], DeviceWatch((0, 1)))
+def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeDevices("1xH100"))
+    (found,) = DeviceWatch((0, 1)).look()
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert NodeUnfit([found]).reason is Reason.GPU_LOST
 
@@ -124,8 +122,8 @@ def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
         (tmp_path / "gpus" / address).mkdir(parents=True)
     use(monkeypatch, Nvidia(tmp_path / "gpus"))
     monkeypatch.setattr(devices.process, "output_of", lambda command, **_: log if command == ("dmesg",) else "")
-    assert quick([tmp_path], DeviceWatch((0,))) == []
-    (found,) = quick([tmp_path], DeviceWatch((1,)))
+    assert DeviceWatch((0,)).look() == []
+    (found,) = DeviceWatch((1,)).look()
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert "device 1 is faulty: Xid 79: GPU has fallen off the bus. (0000:44:00); drain" in found.text
 
@@ -134,7 +132,7 @@ def test_a_device_whose_memory_errors_rise_under_its_work_is_faulty_and_older_er
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = {0: 7, 1: 2, 2: 0}
-    family = Pretended("3xH100")
+    family = FakeDevices("3xH100")
     monkeypatch.setattr(family, "memory_errors", lambda: dict(counted))
     use(monkeypatch, family)
     watch = DeviceWatch((0, 1))

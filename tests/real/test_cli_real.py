@@ -243,7 +243,7 @@ class Toys(DeviceFamily):
     def inventory(self):
         return tuple(Device(index=i, type="TOY1", memory_bytes=1 << 30) for i in range(4))
 
-    def faults(self):
+    def faults(self, devices):
         return [DeviceFault(index=2, text="too hot")]
 """
 
@@ -265,8 +265,10 @@ def test_devices_of_a_family_of_the_installation_are_given_out_and_shown_by_its_
     (node,) = json.loads(installation.rota("nodes", "--json").stdout)["items"]
     assert [device["health"] for device in node["devices"]] == ["healthy", "healthy", "bad", "healthy"]
     assert node["labels"]["rota.unfit-devices"] == "device 2: too hot"
-    more = installation.rota("run", "-w", "-n", "more", "--gpus", "1", "--replicas", "4", "--", "true")
-    assert more.returncode != 0 and "TOY" not in more.stdout, more.stderr
+    (installation.folder / "more.yaml").write_text(f"name: more\nroles:\n{text.replace('replicas: 3', 'replicas: 4')}")
+    more = installation.rota("run", "-w", "more.yaml", timeout_s=60.0)
+    text = "asks 4 GPUs at once; the cluster has 3 GPUs in all"
+    assert more.returncode == 4 and text in more.stderr, (more.returncode, more.stdout, more.stderr)
 
 
 IMAGED = """\

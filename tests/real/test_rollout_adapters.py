@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from tests.real.test_cli_real import Installation, installation
 
-from rota.adapters import sglang, vllm
+from rota.adapters import sglang, transformers, vllm
 from rota.adapters.rollout import Rollout
-from rota.spec.errors import MissingExtra
+from rota.spec.errors import BadInput, MissingExtra
 
 assert installation  # the fixture
 
@@ -76,7 +80,7 @@ async def loop(f):
         for prompt, (one,) in zip(PROMPTS, greedy["completions"], strict=True):
             assert one["tokens"] == await learner.likeliest(prompt, 5), n
         await rollout.sleep()
-        how = {"n": 3, "max_tokens": 4, "seed": 11}
+        how = {"n": 3, "max_tokens": 4, "seed": 11, "temperature": 1.5, "top_p": 0.9}
         drawn, again = await rollout.generate([{"prompts": PROMPTS, "sampling": how}] * 2)
         assert drawn == again and len({tuple(one["tokens"]) for one in drawn["completions"][0]}) > 1
         for prompt, answers in zip(PROMPTS, drawn["completions"], strict=True):
@@ -98,14 +102,19 @@ weights: [{from: learner, to: rollout, every: 1}]
 """
 
 
-def test_a_rollout_role_answers_with_the_weights_of_each_commit(installation: Installation) -> None:
+def a_model(folder: Path) -> None:
+    """The configuration of a small model."""
     from transformers import GPT2Config
 
     config = GPT2Config(
         n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_positions=32, bos_token_id=None, eos_token_id=None
     )
     config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(installation.folder / "model")
+    config.save_pretrained(folder)
+
+
+def test_a_rollout_role_answers_with_the_weights_of_each_commit(installation: Installation) -> None:
+    a_model(installation.folder / "model")
     (installation.folder / "policy.py").write_text(CODE)
     (installation.folder / "job.yaml").write_text(JOB)
     ran = installation.rota("run", "-w", "job.yaml", "--json")
@@ -130,11 +139,15 @@ class Recorded:
         return called
 
 
+TIED = torch.tensor([1.0, 2.5])
+WEIGHTS = {"w": torch.ones(2, 2).T, "embed": TIED, "head": TIED}
+
+
 def used(adapter: Rollout, answers: list[Any]) -> list[tuple[str, Any]]:
     """What the adapter calls for one prompt of tokens, new weights and a sleep."""
     Recorded.calls, Recorded.answers = [], answers  # type: ignore[attr-defined]
     adapter.setup(SimpleNamespace(seed=3))  # type: ignore[arg-type]
-    adapter.load(5, {"w": 1})  # type: ignore[dict-item]
+    adapter.load(5, WEIGHTS)
     found = adapter.generate({"prompts": [[4, 2]], "sampling": {"n": 2, "max_tokens": 8}})
     assert found["version"] == 5 and [one["logprobs"] for one in found["completions"][0]] == [[-0.5], [-1.5]]
     assert [one["tokens"] for one in found["completions"][0]] == [[7], [9]]
@@ -144,8 +157,31 @@ def used(adapter: Rollout, answers: list[Any]) -> list[tuple[str, Any]]:
     return Recorded.calls
 
 
+def received(arguments: str) -> dict[str, list[float]]:
+    """What a worker of vLLM, in a process of its own, hands to its model."""
+    taken: list[tuple[str, torch.Tensor]] = []
+    receiver = vllm.WeightReceiver()
+    receiver.model_runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda weights: taken.extend(weights)))
+    receiver.rota_load(*json.loads(arguments))
+    return {name: tensor.tolist() for name, tensor in taken}
+
+
+class Engine(Recorded):
+    """Sends arguments of a call to another process as text, which carries no tensors; it fails if ``broken``."""
+
+    loaded: ClassVar[list[dict[str, list[float]]]] = []
+    broken = False
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
+        self.calls.append((method, ()))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+            self.loaded.append(worker.submit(received, json.dumps(args)).result())
+        if self.broken:
+            raise RuntimeError("a worker ended")
+
+
 def test_vllm_is_asked_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(LLM=Recorded, SamplingParams=lambda **how: how)
+    module = SimpleNamespace(LLM=Engine, SamplingParams=lambda **how: how)
     monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
     drawn = [
         SimpleNamespace(token_ids=(token,), logprobs=[{token: SimpleNamespace(logprob=logprob)}], text="")
@@ -158,27 +194,53 @@ def test_vllm_is_asked_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
         "seed": 3,
         "worker_extension_cls": receiver,
         "enable_sleep_mode": True,
+        "logprobs_mode": "raw_logprobs",
         "tensor_parallel_size": 2,
         "model": "m",
     }
     assert calls == [
         ("made", made),
-        ("collective_rpc", ("rota_load", {"args": ({"w": 1},)})),
+        ("rota_load", ()),
         ("reset_prefix_cache", ({},)),
         ("generate", ([{"prompt_token_ids": [4, 2]}], how, {"use_tqdm": False})),
         ("sleep", ({"level": 1},)),
         ("wake_up", ({},)),
     ]
+    assert Engine.loaded == [{"w": [[1.0, 1.0], [1.0, 1.0]], "embed": [1.0, 2.5], "head": [1.0, 2.5]}]
+
+
+def test_nothing_is_left_of_weights_that_vllm_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(LLM=Engine, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(Engine, "broken", True)
+    adapter = vllm.Rollout("m")
+    adapter.setup(SimpleNamespace(seed=3))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a worker ended"):
+        adapter.load(5, WEIGHTS)
+    files = [one.resolve().name for folder in ("/proc/self/fd", "/dev/shm") for one in Path(folder).iterdir()]
+    assert not [name for name in files if "rota-weights" in name]
+    assert adapter.version == 0
+
+
+def test_log_probabilities_of_vllm_that_are_not_raw_are_refused() -> None:
+    with pytest.raises(BadInput, match="logprobs_mode 'processed_logprobs': it must be 'raw_logprobs'"):
+        vllm.Rollout("m", {"logprobs_mode": "processed_logprobs"})
 
 
 def test_sglang_is_asked_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=Recorded))  # type: ignore[arg-type]
+    class Started(Recorded):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(raw=os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB"), **options)
+
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=Started))  # type: ignore[arg-type]
     drawn = [{"text": "", "meta_info": {"output_token_logprobs": [(p, t, None)]}} for t, p in ((7, -0.5), (9, -1.5))]
     calls = used(sglang.Rollout("m", {"tp_size": 2}), drawn)
     how = {"n": 2, "max_new_tokens": 8, "temperature": 1.0, "top_p": 1.0}
+    saved = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     assert calls == [
-        ("made", {"random_seed": 3, "enable_memory_saver": True, "tp_size": 2, "model_path": "m"}),
-        ("update_weights_from_tensor", ([("w", 1)], {})),
+        ("made", {"raw": "1", "random_seed": 3, **saved, "tp_size": 2, "model_path": "m"}),
+        ("update_weights_from_tensor", ([*WEIGHTS.items()], {})),
         ("generate", ({"input_ids": [[4, 2]], "sampling_params": how, "return_logprob": True},)),
         ("release_memory_occupation", ({},)),
         ("resume_memory_occupation", ({},)),
@@ -191,9 +253,26 @@ def test_an_engine_that_is_not_installed_is_named_with_the_line_that_installs_it
     assert raised.value.hint == "in the job file: packages: [vllm]"
 
 
-def test_the_receiver_of_weights_hands_them_to_the_model_of_the_worker(tmp_path: Path) -> None:
-    taken: list[Any] = []
-    receiver = vllm.WeightReceiver()
-    receiver.model_runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda weights: taken.extend(weights)))
-    receiver.rota_load({"w": 1})  # type: ignore[dict-item]
-    assert taken == [("w", 1)]
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"lm_head.bias": torch.ones(2)}, "weights: the model has no lm_head.bias"),
+        ({"transformer.ln_f.bias": None}, "weights: what the edge brings has no transformer.ln_f.bias"),
+        (
+            {"transformer.ln_f.bias": torch.ones(3)},
+            "weights: transformer.ln_f.bias has shape [3], that of the model is [16]",
+        ),
+    ],
+)
+def test_transformers_keeps_the_old_weights_where_new_ones_do_not_fit(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], text: str
+) -> None:
+    a_model(tmp_path)
+    rollout = transformers.Rollout(str(tmp_path), pretrained=False)
+    rollout.setup(SimpleNamespace(seed=3))  # type: ignore[arg-type]
+    old = {name: tensor.clone() for name, tensor in rollout._net.state_dict().items()}
+    new = {name: tensor + 1 for name, tensor in old.items()} | change
+    with pytest.raises(BadInput) as raised:
+        rollout.load(7, {name: tensor for name, tensor in new.items() if tensor is not None})
+    assert raised.value.message == text and rollout.version == 0
+    assert all(torch.equal(tensor, old[name]) for name, tensor in rollout._net.state_dict().items())

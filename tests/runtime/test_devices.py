@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from rota.job.health.preflight import DeviceWatch
+from rota.runtime import devices
 from rota.runtime.devices import Amd, Ascend, DeviceFamily, DeviceFault, Nvidia, Tpu, local_devices, local_family
 from rota.runtime.node import local_node
 from rota.spec.errors import BadInput
@@ -18,6 +21,7 @@ CHIPS = """
 	4                              0                              1                              Ascend 910B3
 """
 NPU_SMI = f"""#!/bin/sh
+echo "$*" >> "$(dirname "$0")/calls"
 case "$*" in
     "info -m") cat <<'END'
 {CHIPS}
@@ -39,7 +43,7 @@ class Toy(DeviceFamily):
     def inventory(self) -> tuple[Device, ...]:
         return tuple(Device(index=i, type="TOY1", memory_bytes=1 << 30) for i in range(3))
 
-    def faults(self) -> list[DeviceFault]:
+    def faults(self, devices: Sequence[int]) -> list[DeviceFault]:
         return [DeviceFault(index=1, text="too hot")]
 
 
@@ -85,8 +89,8 @@ def test_ascend_devices_are_those_of_npu_smi_and_a_critical_one_is_unfit(
         (0, "910B3", 64 << 30, "0-0"),
         (1, "910B3", 64 << 30, "4-0"),
     ]
-    assert [(one.index, one.text) for one in ascend.faults()] == [(1, "npu-smi says Critical")]
-    assert Ascend(tmp_path).inventory() == () and Ascend(tmp_path).faults() == []
+    assert [(one.index, one.text) for one in ascend.faults((0, 1))] == [(1, "npu-smi says Critical")]
+    assert Ascend(tmp_path).inventory() == () and Ascend(tmp_path).faults((0, 1)) == []
     assert ascend.environment((0, 1)) == {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}
 
 
@@ -131,7 +135,54 @@ def test_a_family_that_cannot_be_had_is_named_with_the_next_step(name: str, text
     assert text in raised.value.message and raised.value.hint
 
 
-def test_a_machine_without_devices_hides_those_of_nvidia() -> None:
+def without_devices(monkeypatch: pytest.MonkeyPatch, nowhere: Path) -> None:
+    monkeypatch.setattr(devices, "BUILT_IN", (Nvidia(nowhere), Amd(nowhere), Ascend(nowhere), Tpu(nowhere)))
+
+
+def test_a_machine_without_devices_hides_those_of_nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_devices(monkeypatch, tmp_path / "nowhere")
     family = local_family({})
-    if not family.is_here():
-        assert isinstance(family, Nvidia) and family.environment(())["CUDA_VISIBLE_DEVICES"] == ""
+    assert isinstance(family, Nvidia) and family.environment(())["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_broken_family_of_a_package_breaks_no_machine_with_devices_of_a_built_in_one_and_is_named_on_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "site/brokenpkg.py", "raise RuntimeError('no driver')")
+    write(tmp_path / "site/brokenpkg-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: brokenpkg\nVersion: 1.0\n")
+    write(tmp_path / "site/brokenpkg-1.0.dist-info/entry_points.txt", "[rota.devices]\nb = brokenpkg:Npus\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    devices._installed.cache_clear()
+    without_devices(monkeypatch, tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="'brokenpkg:Npus' of the package brokenpkg: RuntimeError: no driver") as raised:
+        local_family({})
+    assert raised.value.hint == "install what it needs on this machine, or uninstall brokenpkg"
+    write(tmp_path / "gpus/0000:1a:00.0/information", "Model: NVIDIA H100\n")
+    monkeypatch.setattr(devices, "BUILT_IN", (Nvidia(tmp_path / "gpus"),))
+    assert [device.type for device in local_family({}).inventory()] == ["H100"]
+
+
+def test_a_node_and_a_look_of_an_instance_ask_npu_smi_for_each_chip_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "bin/npu-smi", NPU_SMI)
+    (tmp_path / "bin/npu-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    write(tmp_path / "dev/davinci0", "")
+    monkeypatch.setattr(devices, "BUILT_IN", (Ascend(tmp_path / "dev"),))
+    monkeypatch.delenv("ROTA_FAKE_DEVICES", raising=False)
+
+    def calls() -> list[str]:
+        found = (tmp_path / "bin/calls").read_text().splitlines()
+        (tmp_path / "bin/calls").unlink()
+        return found
+
+    node = local_node("here")
+    assert [device.health for device in node.devices] == [Health.HEALTHY, Health.BAD]
+    first = ["info -m", *(f"info -t {what} -i {card} -c 0" for what in ("usages", "health") for card in (0, 4))]
+    assert calls() == first
+    assert local_node("here") == node and len(calls()) == 3, "sizes of memory do not change"
+    monkeypatch.setattr(devices, "BUILT_IN", (Ascend(tmp_path / "dev"),))  # as in the process of an instance
+    assert DeviceWatch((0,)).look() == [] and calls() == ["info -m", "info -t health -i 0 -c 0"]
+    missing, critical = DeviceWatch((1, 2)).look()
+    assert "device 2 is not there" in missing.text and "device 1 is faulty: npu-smi says Critical" in critical.text

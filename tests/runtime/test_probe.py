@@ -11,7 +11,7 @@ import pytest
 
 from rota.runtime import probe, process
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import Pretended, local_devices
+from rota.runtime.devices import FakeDevices, local_devices
 from rota.runtime.node import local_node
 from rota.runtime.probe import Load, calls_of, probe_process
 
@@ -60,7 +60,7 @@ def test_fake_devices_come_from_the_environment() -> None:
     ]
     assert local_devices({"ROTA_FAKE_DEVICES": "0xA100"}) == ()
     with pytest.raises(ValueError, match="COUNTxTYPE"):
-        Pretended("H100")
+        FakeDevices("H100")
 
 
 def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_out(spinner) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from types import ModuleType
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from rota.job.workload import Workload, op
 from rota.spec.dispatch import Each
@@ -31,7 +32,11 @@ DEFAULTS: Sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0
 
 
 class Completion(TypedDict):
-    """An answer: its tokens, the log-probability of each under the policy, its text where there is a tokenizer."""
+    """An answer: its tokens, the log-probability of each, its text where there is a tokenizer.
+
+    ``logprobs`` are natural logarithms of the policy's own probabilities: at temperature 1 and before ``top_p``, also
+    where ``sampling`` has others, and the same from every engine.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -45,7 +50,7 @@ class RolloutItem(TypedDict):
     sampling: NotRequired[Sampling]
 
 
-class Answered(RolloutItem):
+class RolloutAnswer(RolloutItem):
     """The item with ``n`` answers to each prompt, and the version of the weights that gave them."""
 
     completions: list[list[Completion]]
@@ -66,7 +71,7 @@ class Rollout(Workload):
         self.version = version
 
     @op(send=Each, retry="safe", progress="10m")
-    def generate(self, item: RolloutItem) -> Answered:
+    def generate(self, item: RolloutItem) -> RolloutAnswer:
         """The item with its ``completions``."""
         self.wake()
         completions = self.answer(item["prompts"], {**DEFAULTS, **item.get("sampling", {})})
@@ -103,7 +108,7 @@ class Rollout(Workload):
         raise NotImplementedError
 
 
-def need(package: str) -> Any:
+def require(package: str) -> ModuleType:
     """A package that an adapter is for. Raises MissingExtra that says how a job gets it."""
     try:
         return importlib.import_module(package)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rota.adapters import rollout
-from rota.adapters.rollout import Completion, Prompt, Sampling, need
+from rota.adapters.rollout import Completion, Prompt, Sampling, require
+from rota.runtime import environ
 from rota.spec.codec import JsonObject
 
 if TYPE_CHECKING:
@@ -14,16 +15,24 @@ if TYPE_CHECKING:
 
     from rota.job.instance.runners import InstanceContext
 
+RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable with which log-probabilities are not divided by the temperature. Source: SGLang, srt/layers/sampler.py."""
+
 
 class Rollout(rollout.Rollout):
-    """``model`` and ``engine``: the arguments of ``sglang.Engine``, for example ``{tp_size: 2}``."""
+    """``model`` and ``engine``: the arguments of ``sglang.Engine``, for example ``{tp_size: 2}``.
+
+    Without the backup in host memory, SGLang has no weights after ``resume``.
+    """
 
     def __init__(self, model: str, engine: JsonObject | None = None) -> None:
-        self._options: JsonObject = {"enable_memory_saver": True, **(engine or {}), "model_path": model}
+        saved: JsonObject = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        self._options: JsonObject = {**saved, **(engine or {}), "model_path": model}
 
     def setup(self, ctx: InstanceContext) -> None:
         """Start SGLang on the devices of this instance; draws begin with the seed of the job."""
-        self._engine = need("sglang").Engine(**{"random_seed": ctx.seed, **self._options})
+        environ.export(RAW_LOGPROBS, "1")  # read when its processes start
+        self._engine = require("sglang").Engine(**{"random_seed": ctx.seed, **self._options})
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """With the log-probability of each token that was drawn; prompts are all texts or all tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rota.adapters import rollout
-from rota.adapters.rollout import Completion, Prompt, Sampling, need
+from rota.adapters.rollout import Completion, Prompt, Sampling, require
 from rota.runtime.node import accelerator
 from rota.spec.errors import BadInput
 
@@ -24,8 +24,8 @@ class Rollout(rollout.Rollout):
 
     def setup(self, ctx: InstanceContext) -> None:
         """Make the model, on the device of this instance if it has one."""
-        auto, model = need("transformers"), self._model
-        self._torch, self._place = need("torch"), accelerator()
+        auto, model = require("transformers"), self._model
+        self._torch, self._place = require("torch"), accelerator()
         self._torch.manual_seed(ctx.seed)
         made, config = auto.AutoModelForCausalLM, auto.AutoConfig.from_pretrained(model)
         net = made.from_pretrained(model) if self._pretrained else made.from_config(config)
@@ -75,12 +75,19 @@ class Rollout(rollout.Rollout):
         return {"tokens": tokens[:length], "logprobs": logprobs[:length], "text": text}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises BadInput for names that the model does not have, and for those that the edge does not bring."""
-        missing, unknown = self._net.load_state_dict(tensors, strict=False)
-        if lost := [*unknown, *(name for name in missing if name not in self._net.all_tied_weights_keys)]:
-            where = "the model" if unknown else "what the edge brings"
+        """Raises BadInput, with the old weights in place, for names or shapes that are not those of the model."""
+        wanted: Mapping[str, Tensor] = self._net.state_dict()
+        tied = self._net.all_tied_weights_keys
+        wrong = [f"the model has no {name}" for name in tensors if name not in wanted]
+        for name, own in wanted.items():
+            if name not in tensors:
+                wrong += [] if name in tied else [f"what the edge brings has no {name}"]
+            elif tensors[name].shape != own.shape:
+                wrong.append(f"{name} has shape {[*tensors[name].shape]}, that of the model is {[*own.shape]}")
+        if wrong:
             hint = "publish the state_dict of the model by its names in transformers"
-            raise BadInput(f"weights: {where} has no {lost[0]}", hint=hint)
+            raise BadInput(f"weights: {wrong[0]}", hint=hint)
+        self._net.load_state_dict(tensors, strict=False)
 
     def release(self) -> None:
         """Keep the weights in host memory."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from rota.runtime import process
@@ -16,7 +15,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.topology import numa_nodes, nvlink_islands, sockets_of
 from rota.spec.errors import BadInput
 from rota.spec.reasons import Reason
-from rota.spec.resources import Device, Health, parse_size
+from rota.spec.resources import Device, parse_size
 
 FAKE_VARIABLE = "ROTA_FAKE_DEVICES"
 FAMILIES_VARIABLE = "ROTA_DEVICE_FAMILIES"
@@ -69,8 +68,12 @@ class DeviceFamily:
         """Whether this machine has any; override it where ``inventory`` is slow: each start of a process asks."""
         return bool(self.inventory())
 
-    def faults(self) -> Sequence[DeviceFault]:
-        """Devices that are unfit now. They are not given out, and end the instances that have them."""
+    def present(self) -> frozenset[int]:
+        """Indices of the devices that answer now; override it where ``inventory`` is slow: it is asked every 10 s."""
+        return frozenset(device.index for device in self.inventory())
+
+    def faults(self, devices: Sequence[int]) -> Sequence[DeviceFault]:
+        """Devices that are unfit now; only these need be looked at. They are not given out, and end their instances."""
         return ()
 
     def memory_errors(self) -> Mapping[int, int]:
@@ -120,7 +123,7 @@ class Nvidia(DeviceFamily):
             tuple(sorted(one.name.partition(".")[0].lower() for one in self._root.iterdir())) if self.is_here() else ()
         )
 
-    def faults(self) -> Sequence[DeviceFault]:
+    def faults(self, devices: Sequence[int]) -> Sequence[DeviceFault]:
         """Those that the driver reports in the kernel log, where it may be read."""
         addresses = self.addresses()
         text = (process.output_of(("dmesg",), timeout_s=_QUERY_S) or "") if addresses else ""
@@ -128,7 +131,7 @@ class Nvidia(DeviceFamily):
         return [
             DeviceFault(index=index, reason=found[bus][0], text=f"{found[bus][1]} ({bus})")
             for index, bus in enumerate(addresses)
-            if bus in found
+            if index in devices and bus in found
         ]
 
     def memory_errors(self) -> Mapping[int, int]:
@@ -147,7 +150,7 @@ class Nvidia(DeviceFamily):
         return max(sockets_of(numa_nodes(buses)), sockets_of(nvlink_islands(links or "")))
 
 
-class Pretended(Nvidia):
+class FakeDevices(Nvidia):
     """Devices that exist for the scheduler alone, from ``COUNTxTYPE[:MEMORY]``. Raises ValueError for other forms."""
 
     def __init__(self, text: str) -> None:
@@ -209,7 +212,10 @@ class Amd(DeviceFamily):
 
 
 class Ascend(DeviceFamily):
-    """NPUs of Huawei, as ``npu-smi`` numbers and describes them. Source: Ascend, "npu-smi Command Reference"."""
+    """NPUs of Huawei, as ``npu-smi`` numbers and describes them. Source: Ascend, "npu-smi Command Reference".
+
+    A call of it may take seconds: sizes of memory are asked once in a process, health only of the devices in question.
+    """
 
     name = "ascend"
     variable = "ASCEND_RT_VISIBLE_DEVICES"
@@ -218,6 +224,8 @@ class Ascend(DeviceFamily):
 
     def __init__(self, nodes: Path = Path("/dev")) -> None:
         self._nodes = nodes
+        self._known = dict[int, tuple[str, str, str]]()
+        self._memory = dict[int, int]()
 
     def is_here(self) -> bool:
         """True with a device node of the driver."""
@@ -225,11 +233,13 @@ class Ascend(DeviceFamily):
 
     def _chips(self) -> dict[int, tuple[str, str, str]]:
         """Number of the card, of the chip on it, and name, by the number that processes use."""
-        rows = re.findall(r"^\s*(\d+)\s+(\d+)\s+(\d+)\s+Ascend (\S+)", _said("npu-smi", "info", "-m"), re.MULTILINE)
-        return {int(logical): (card, chip, kind) for card, chip, logical, kind in rows} if self.is_here() else {}
+        text = _output_of("npu-smi", "info", "-m") if self.is_here() else ""
+        rows = re.findall(r"^\s*(\d+)\s+(\d+)\s+(\d+)\s+Ascend (\S+)", text, re.MULTILINE)
+        self._known = {int(logical): (card, chip, kind) for card, chip, logical, kind in rows}
+        return self._known
 
     def _ask(self, what: str, card: str, chip: str, field: str) -> str:
-        text = _said("npu-smi", "info", "-t", what, "-i", card, "-c", chip)
+        text = _output_of("npu-smi", "info", "-t", what, "-i", card, "-c", chip)
         match = re.search(rf"^\s*{re.escape(field)}\s*:\s*(\S+)", text, re.MULTILINE)
         return match[1] if match else ""
 
@@ -237,13 +247,20 @@ class Ascend(DeviceFamily):
         """The type is the number of the chip, as 910B3."""
         found: list[Device] = []
         for index, (card, chip, kind) in sorted(self._chips().items()):
-            memory = self._ask("usages", card, chip, "HBM Capacity(MB)")
-            found.append(Device(index=index, type=kind, memory_bytes=int(memory or 0) * _MIB, uuid=f"{card}-{chip}"))
+            if index not in self._memory and (mib := self._ask("usages", card, chip, "HBM Capacity(MB)")):
+                self._memory[index] = int(mib) * _MIB
+            memory = self._memory.get(index, 0)
+            found.append(Device(index=index, type=kind, memory_bytes=memory, uuid=f"{card}-{chip}"))
         return tuple(found)
 
-    def faults(self) -> Sequence[DeviceFault]:
+    def present(self) -> frozenset[int]:
+        """The chips that are listed, without their memory."""
+        return frozenset(self._chips())
+
+    def faults(self, devices: Sequence[int]) -> Sequence[DeviceFault]:
         """Those whose health is an alarm or critical; a warning does not keep a device from work."""
-        asked = ((index, self._ask("health", card, chip, "Health")) for index, (card, chip, _) in self._chips().items())
+        chips = [(index, one) for index, one in (self._known or self._chips()).items() if index in devices]
+        asked = ((index, self._ask("health", card, chip, "Health")) for index, (card, chip, _) in chips)
         return [
             DeviceFault(index=index, text=f"npu-smi says {health}")
             for index, health in asked
@@ -291,44 +308,44 @@ def local_family(environment: Mapping[str, str] = os.environ) -> DeviceFamily:
     family. Raises BadInput for a family that cannot be loaded, ValueError for ``ROTA_FAKE_DEVICES`` of another form.
     """
     if (fake := environment.get(FAKE_VARIABLE)) is not None:
-        return Pretended(fake)
+        return FakeDevices(fake)
     own = _named(environment.get(FAMILIES_VARIABLE, ""))
-    return next((one for one in (*own, *BUILT_IN, *_installed()) if one.is_here()), BUILT_IN[0])
+    found = next((one for one in (*own, *BUILT_IN) if one.is_here()), None)
+    return found or next((one for one in _installed() if one.is_here()), BUILT_IN[0])
 
 
 def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """Devices of this machine, those with a fault as bad ones; the first ``ROTA_GPUS_MAX`` if that is set.
+    """Devices of this machine; the first ``ROTA_GPUS_MAX`` if that is set.
 
     Raises what ``local_family`` raises.
     """
-    family, most = local_family(environment), environment.get(GPUS_MAX_VARIABLE)
-    unfit = {fault.index for fault in family.faults()}
-    found = tuple(replace(d, health=Health.BAD) if d.index in unfit else d for d in family.inventory())
+    found, most = local_family(environment).inventory(), environment.get(GPUS_MAX_VARIABLE)
     return found[: int(most)] if most else found
 
 
 @lru_cache
 def _named(text: str) -> tuple[DeviceFamily, ...]:
-    return tuple(_made(name) for name in text.split())
+    return tuple(_made(EntryPoint(name, name, ENTRY_POINTS)) for name in text.split())
 
 
 @lru_cache
 def _installed() -> tuple[DeviceFamily, ...]:
-    return tuple(_made(one.value) for one in entry_points(group=ENTRY_POINTS))
+    return tuple(map(_made, entry_points(group=ENTRY_POINTS)))
 
 
-def _made(name: str) -> DeviceFamily:
-    module, _, kind = name.partition(":")
+def _made(entry: EntryPoint) -> DeviceFamily:
+    """Raises BadInput that names the package, where one brought the family."""
+    name, package = f"device family {entry.value!r}", entry.dist.name if entry.dist else ""
+    name += f" of the package {package}" if package else ""
+    remedy = f"uninstall {package}" if package else "take it out of device_families"
     try:
-        made = getattr(importlib.import_module(module), kind)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = "install its package on this machine, or take it out of device_families"
-        raise BadInput(f"device family {name!r}: {type(error).__name__}: {error}", hint=hint) from error
+        made = entry.load()()
+    except Exception as error:  # code of others may raise anything
+        hint = f"install what it needs on this machine, or {remedy}"
+        raise BadInput(f"{name}: {type(error).__name__}: {error}", hint=hint) from error
     if not isinstance(made, DeviceFamily) or not made.variable:
-        raise BadInput(
-            f"device family {name!r}: not a DeviceFamily with a variable",
-            hint="make it a subclass of rota.runtime.devices.DeviceFamily",
-        )
+        hint = f"make it a subclass of rota.runtime.devices.DeviceFamily, or {remedy}"
+        raise BadInput(f"{name}: not a DeviceFamily with a variable", hint=hint)
     return made
 
 
@@ -345,12 +362,12 @@ def xid_faults(lines: Iterable[str], now_s: float) -> dict[str, tuple[Reason, st
 
 def nvidia_rows(*fields: str) -> list[list[str]]:
     """What ``nvidia-smi``, which asks NVML, prints of these fields: a row a device; none without it. Blocks 10 s."""
-    text = _said("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    text = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
     return [row for row in rows if len(row) == len(fields)]
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     return process.output_of(command, timeout_s=_QUERY_S) or ""
 
 

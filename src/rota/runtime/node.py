@@ -11,15 +11,17 @@ import os
 import platform
 import re
 import socket
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from rota.runtime import process
-from rota.runtime.devices import DeviceFamily, local_devices, local_family
+from rota.runtime.devices import DeviceFault, local_devices, local_family
 from rota.runtime.topology import SOCKETS_LABEL
 from rota.spec.ids import NodeId
-from rota.spec.resources import CORES_LABEL, Node
+from rota.spec.resources import CORES_LABEL, Health, Node
 
 LOCAL_HOST = "local"
 CPUS_MIN = 16.0
@@ -32,7 +34,10 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IF
 
 
 def local_node(host: str = LOCAL_HOST) -> Node:
-    """This machine; ``host`` is its label in the engine."""
+    """This machine, with devices that are unfit as bad ones; ``host`` is its label in the engine."""
+    family, found = local_family(), local_devices()
+    faults = family.faults([device.index for device in found])
+    unfit = {one.index for one in faults}
     cores = float(cores_allowed())
     shared = ((CORES_LABEL, f"{cores:g}"),) if cores < CPUS_MIN else ()
     return Node(
@@ -40,16 +45,16 @@ def local_node(host: str = LOCAL_HOST) -> Node:
         host=host,
         cpus=max(CPUS_MIN, cores),
         memory_bytes=psutil.virtual_memory().total,
-        devices=local_devices(),
-        labels=(("arch", platform.machine()), *shared, *_of_devices(local_family())),
+        devices=tuple(replace(one, health=Health.BAD) if one.index in unfit else one for one in found),
+        labels=(("arch", platform.machine()), *shared, *_of_devices(family.sockets(), faults)),
     )
 
 
-def _of_devices(family: DeviceFamily) -> tuple[tuple[str, str], ...]:
+def _of_devices(parts: int, faults: Sequence[DeviceFault]) -> tuple[tuple[str, str], ...]:
     """Labels of a node: how its devices lie, and why some of them are not given out."""
-    parts, faults = family.sockets(), [f"device {one.index}: {one.text}" for one in family.faults()]
     sockets = ((SOCKETS_LABEL, str(parts)),) if parts > 1 else ()
-    return (*sockets, *(((FAULTS_LABEL, "; ".join(faults)),) if faults else ()))
+    text = "; ".join(f"device {one.index}: {one.text}" for one in faults)
+    return (*sockets, *(((FAULTS_LABEL, text),) if text else ()))
 
 
 def accelerator() -> str:

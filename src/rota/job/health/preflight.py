@@ -29,7 +29,7 @@ from rota.spec.reasons import Reason
 from rota.tensors.core import Tensor
 
 CHECK_MAX_S = 60.0
-"""Limit of the check: a folder that does not answer (a file system that is gone) is unfit too."""
+"""Limit of each part of the check: a folder, driver or device that does not answer is unfit too."""
 DEVICES_EVERY_S = 10.0
 """A process with devices looks at them this often while it works."""
 REMEDY = "drain the node, reset the device"
@@ -102,12 +102,12 @@ class DeviceWatch:
         if not self.devices:
             return []
         found, family = list[Unfit](), local_family()
-        present = {device.index for device in family.inventory()}
+        present = family.present()
         if present and (missing := sorted(set(self.devices) - present)):
             look = f"see {family.tool}, " if family.tool else ""
             text = f"device {missing[0]} is not there (the node has {len(present)}); {look}drain the node"
             found.append(Unfit(check="devices", reason=Reason.GPU_LOST, text=text))
-        for fault in family.faults():
+        for fault in family.faults(self.devices):
             if fault.index in self.devices:
                 text = f"device {fault.index} is faulty: {fault.text}; {REMEDY}"
                 found.append(Unfit(check="devices", reason=fault.reason, text=text))
@@ -120,10 +120,9 @@ class DeviceWatch:
         return found
 
 
-def quick(folders: Iterable[Path], devices: DeviceWatch, *, free_min_bytes: int = FREE_MIN_BYTES) -> list[Unfit]:
-    """Everything that is wrong, nothing when the node is fit. Milliseconds without devices; may block on a bad disk."""
+def quick(folders: Iterable[Path], *, free_min_bytes: int = FREE_MIN_BYTES) -> list[Unfit]:
+    """What is wrong with folders and memory, nothing when they are fit. Milliseconds; may block on a bad disk."""
     found = [problem for folder in dict.fromkeys(folders) if (problem := _folder(folder, free_min_bytes))]
-    found += devices.look()
     try:
         bytearray(ALLOCATION_BYTES)
     except MemoryError:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,15 +312,16 @@ class Instance:
         dirs = Home.of(config.place.home).job(config.place.job)
         output = Path(config.spec.output_dir or dirs.output)
         folders = (dirs.work, output, Path(checkpoint_dir(config.spec, config.place)))
-        try:
-            async with asyncio.timeout(CHECK_MAX_S):
-                found = await asyncio.to_thread(quick, folders, self._devices)
-                if not found and config.role.fail.check == "full":
-                    found = await asyncio.to_thread(compute, len(config.devices))
-        except TimeoutError:
-            names = ", ".join(str(folder) for folder in dict.fromkeys(folders))
-            text = f"one of {names} did not answer in {CHECK_MAX_S:g} s; check the mount"
-            raise NodeUnfit([Unfit(check="disk", reason=Reason.DATA_UNREACHABLE, text=text)]) from None
+        late = f"did not answer in {CHECK_MAX_S:g} s"
+        names = ", ".join(str(folder) for folder in dict.fromkeys(folders))
+        disk = Unfit(check="disk", reason=Reason.DATA_UNREACHABLE, text=f"one of {names} {late}; check the mount")
+        text = f"the devices of this instance, or their driver, {late}; see that it works, drain the node"
+        device = Unfit(check="devices", reason=Reason.GPU_LOST, text=text)
+        found = await _in_time(lambda: quick(folders), disk) + await _in_time(self._devices.look, device)
+        if not found and config.role.fail.check == "full":
+            text = f"a product of matrices {late}; drain the node"
+            slow = Unfit(check="compute", reason=Reason.NODE_SUSPECT, text=text)
+            found = await _in_time(lambda: compute(len(config.devices)), slow)
         if found:
             raise NodeUnfit(found)
 
@@ -508,6 +509,15 @@ def open_launcher(place: JobPlace) -> Launcher:
     """The launcher of this process, named in ``place`` so that an instance imports no engine but its own."""
     opened: Any = import_target(place.launcher)
     return opened()
+
+
+async def _in_time(check: Callable[[], list[Unfit]], late: Unfit) -> list[Unfit]:
+    """What a blocking check finds, or that it is ``late``."""
+    try:
+        async with asyncio.timeout(CHECK_MAX_S):
+            return await asyncio.to_thread(check)
+    except TimeoutError:
+        return [late]
 
 
 async def _answer_of(task: asyncio.Task[Answer]) -> Answer:

@@ -17,7 +17,7 @@ from tests import postgres
 
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
-from rota.runtime.node import LOCAL_HOST, local_node
+from rota.runtime.node import FAULTS_LABEL, LOCAL_HOST, local_node
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
 from rota.service.control.engine import Engine
@@ -31,7 +31,7 @@ from rota.spec.errors import EngineUnavailable
 from rota.spec.events import NodeJoined, NodeLost, PreemptAsked
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
-from rota.spec.resources import pretend_nodes
+from rota.spec.resources import CORES_LABEL, pretend_nodes
 from rota.spec.states import JobState
 
 
@@ -220,3 +220,13 @@ def test_the_service_ends_when_nobody_looks_at_the_machines_any_more(
     monkeypatch.setattr(assembly, "make_engine", lambda *_: FaultyEngine())
     with serve.bind(settings) as listener, pytest.raises(RuntimeError, match="a bug"):
         asyncio.run(asyncio.wait_for(serve.serve(settings, listener), 20.0))
+
+
+def test_the_note_of_a_node_names_devices_that_are_not_given_out(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        hot = replace(local_node("hot"), labels=((FAULTS_LABEL, "device 2: too hot"), (CORES_LABEL, "2")))
+        await service.app.loop.append([NodeJoined(node=hot)])
+        rows = {one["id"]: one["text"] for one in (await service.get("/nodes"))["items"]}
+        assert rows["hot"].startswith("device 2: too hot; 2 cores, shared in time")
+
+    with_service(tmp_path, test)

@@ -12,6 +12,7 @@ from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
 from rota.cluster.sim.report import jain, spread_of
 from rota.runtime.clock import iso
+from rota.runtime.node import FAULTS_LABEL
 from rota.service.models.base import Why, document
 from rota.service.models.cluster import (
     ClusterTotals,
@@ -103,7 +104,7 @@ def _node(status: NodeStatus, held: list[tuple[str, tuple[int, ...], float]]) ->
         devices=[document(DeviceRow, device, job=owner.get(device.index)) for device in node.devices],
         jobs=jobs,
         marked_at=status.marked_at or None,
-        text=status.text or _time_shared(node),
+        text=status.text or "; ".join(filter(None, (dict(node.labels).get(FAULTS_LABEL), _time_shared(node)))),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,19 @@ class Toy(DeviceFamily):
 
 class NoVariable(DeviceFamily):
     """Says nothing of itself."""
+
+
+class NoInventory(DeviceFamily):
+    """Does not say what is there."""
+
+    variable = "TOY_VISIBLE_DEVICES"
+
+
+class Indices(NoInventory):
+    """Says how many are there, and not what they are."""
+
+    def inventory(self) -> Any:
+        return [0, 1]
 
 
 def write(path: Path, text: str) -> None:
@@ -186,3 +201,16 @@ def test_a_node_and_a_look_of_an_instance_ask_npu_smi_for_each_chip_once(
     assert DeviceWatch((0,)).look() == [] and calls() == ["info -m", "info -t health -i 0 -c 0"]
     missing, critical = DeviceWatch((1, 2)).look()
     assert "device 2 is not there" in missing.text and "device 1 is faulty: npu-smi says Critical" in critical.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("NoInventory", "is_here(): NotImplementedError: NoInventory has no inventory()"),
+        ("Indices", "inventory(): TypeError: 0 is not a Device"),
+    ],
+)
+def test_a_family_whose_code_fails_is_named(name: str, text: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(f"device family {name}: {text}")) as raised:
+        local_devices({"ROTA_DEVICE_FAMILIES": f"{__name__}:{name}"})
+    assert "take it out of device_families" in raised.value.hint

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -310,17 +311,40 @@ def local_family(environment: Mapping[str, str] = os.environ) -> DeviceFamily:
     if (fake := environment.get(FAKE_VARIABLE)) is not None:
         return FakeDevices(fake)
     own = _named(environment.get(FAMILIES_VARIABLE, ""))
-    found = next((one for one in (*own, *BUILT_IN) if one.is_here()), None)
-    return found or next((one for one in _installed() if one.is_here()), BUILT_IN[0])
+    found = next((one for one in (*own, *BUILT_IN) if _is_here(one)), None)
+    return found or next((one for one in _installed() if _is_here(one)), BUILT_IN[0])
 
 
 def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
     """Devices of this machine; the first ``ROTA_GPUS_MAX`` if that is set.
 
-    Raises what ``local_family`` raises.
+    Raises what ``local_family`` raises, and BadInput for an inventory that is none.
     """
-    found, most = local_family(environment).inventory(), environment.get(GPUS_MAX_VARIABLE)
+    family, most = local_family(environment), environment.get(GPUS_MAX_VARIABLE)
+    with _named_in_errors(family, "inventory()"):
+        found = tuple(family.inventory())
+        for one in found:
+            if not isinstance(one, Device):
+                raise TypeError(f"{one!r} is not a Device")
     return found[: int(most)] if most else found
+
+
+def _is_here(family: DeviceFamily) -> bool:
+    with _named_in_errors(family, "is_here()"):
+        return family.is_here()
+
+
+@contextmanager
+def _named_in_errors(family: DeviceFamily, where: str) -> Iterator[None]:
+    """Raises BadInput that names the family for what its code raises; what ``ROTA_FAKE_DEVICES`` raises stays."""
+    try:
+        yield
+    except Exception as error:  # code of others may raise anything
+        if isinstance(family, FakeDevices):
+            raise
+        hint = "repair the class, or take it out of device_families (or uninstall its package)"
+        text = f"device family {type(family).__qualname__}: {where}: {type(error).__name__}: {error}"
+        raise BadInput(text, hint=hint) from error
 
 
 @lru_cache

@@ -276,3 +276,14 @@ def test_transformers_keeps_the_old_weights_where_new_ones_do_not_fit(
         rollout.load(7, {name: tensor for name, tensor in new.items() if tensor is not None})
     assert raised.value.message == text and rollout.version == 0
     assert all(torch.equal(tensor, old[name]) for name, tensor in rollout._net.state_dict().items())
+
+
+def test_a_text_without_a_tokenizer_and_an_unknown_way_to_sample_are_refused(tmp_path: Path) -> None:
+    a_model(tmp_path)
+    rollout = transformers.Rollout(str(tmp_path), pretrained=False)
+    rollout.setup(SimpleNamespace(seed=3))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="the model has no tokenizer"):
+        rollout.generate({"prompts": ["2 + 2 ="]})
+    with pytest.raises(BadInput, match="sampling: unknown 'max_token'") as raised:
+        rollout.generate({"prompts": [[1, 2]], "sampling": {"max_token": 2}})  # type: ignore[typeddict-unknown-key]
+    assert "max_tokens" in raised.value.hint

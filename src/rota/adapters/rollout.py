@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from rota.job.workload import Workload, op
 from rota.spec.dispatch import Each
-from rota.spec.errors import MissingExtra
+from rota.spec.errors import BadInput, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +73,14 @@ class Rollout(Workload):
     @op(send=Each, retry="safe", progress="10m")
     def generate(self, item: RolloutItem) -> RolloutAnswer:
         """The item with its ``completions``."""
+        sampling = item.get("sampling", {})
+        if unknown := sorted(sampling.keys() - Sampling.__annotations__.keys()):
+            known = [*Sampling.__annotations__]
+            raise BadInput(
+                f"sampling: unknown {unknown[0]!r}", hint=did_you_mean(unknown[0], known) or ", ".join(known)
+            )
         self.wake()
-        completions = self.answer(item["prompts"], {**DEFAULTS, **item.get("sampling", {})})
+        completions = self.answer(item["prompts"], {**DEFAULTS, **sampling})
         return {**item, "completions": completions, "version": self.version}
 
     @op(retry="safe")

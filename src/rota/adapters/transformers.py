@@ -45,9 +45,10 @@ class Rollout(rollout.Rollout):
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        if self._tokenizer is None:
+        tokens: list[int] = self._tokenizer(prompt)["input_ids"] if self._tokenizer else []
+        if not tokens:
             raise BadInput(f"prompt {prompt!r}: the model has no tokenizer", hint="give tokens: [17, 4, 9]")
-        return self._tokenizer(prompt)["input_ids"]
+        return tokens
 
     def _answers(self, tokens: list[int], sampling: Sampling) -> list[Completion]:
         drawn = sampling.get("temperature", 1.0) > 0

@@ -509,3 +509,14 @@ def test_a_command_that_gives_up_its_epoch_has_the_grace_it_is_given_to_save(tmp
         assert not asyncio.run(main(0.0))
         (tmp_path / "up").unlink()
         assert asyncio.run(main(30.0))
+
+
+@pytest.mark.parametrize("line", ["torchrun t.py 'a b'", "torchrun -m t 'a b' $X"])
+def test_a_torchrun_line_in_an_image_without_python_starts_its_python3(line: str, tmp_path: Path) -> None:
+    (program := tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    program.chmod(0o755)
+    argv = parse_command(role(line), in_image=True).argv
+    found = subprocess.run(argv, env={"PATH": str(tmp_path), "X": "c"}, capture_output=True, text=True, check=True)
+    assert found.stdout == ("-m|t|a b|c|" if "-m" in line else "t.py|a b|")
+    program.unlink()
+    assert subprocess.run(argv, env={"PATH": str(tmp_path)}, capture_output=True, check=False).returncode == 127

@@ -17,12 +17,8 @@ from rota.runtime.image import find_tool
 PROGRAMS = ("sh", "cat", "id", "sleep", "env")
 
 
-@contextlib.contextmanager
-def small_image(folder: Path) -> Iterator[str]:
-    """The name of an image with ``PROGRAMS`` and a file ``/marker``."""
-    if (tool := find_tool()) not in ("podman", "docker"):
-        pytest.skip("neither podman nor docker works here")
-    root = folder / "image-root"
+def small_root(root: Path) -> Path:
+    """A folder with ``PROGRAMS``, a file ``/marker``, and files below two folders ``dev``."""
     for program in map(shutil.which, PROGRAMS):
         assert program is not None
         libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
@@ -30,7 +26,18 @@ def small_image(folder: Path) -> Iterator[str]:
             place = root / ("bin" if path == program else path.lstrip("/").rpartition("/")[0])
             place.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
-    (root / "marker").write_text("of the image\n")
+    for name in ("marker", "dev/own", "usr/lib/app/dev/index.js"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("of the image\n")
+    return root
+
+
+@contextlib.contextmanager
+def small_image(folder: Path) -> Iterator[str]:
+    """The name of an image of a ``small_root``."""
+    if (tool := find_tool()) not in ("podman", "docker"):
+        pytest.skip("neither podman nor docker works here")
+    root = small_root(folder / "image-root")
     name = f"localhost/rota-test-{os.getpid()}:1"
     with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as packing:
         made = [tool, "import", "--change", "ENV FLAVOUR=plain", "--change", "ENV PATH=/bin", "-", name]

@@ -14,6 +14,7 @@ from standing import Standing, listening, standing, with_service
 
 from rota.runtime.secrets import Vault, masked
 from rota.service.accounts import LOCAL, REDACTED, Caller, Redactor, UserRole
+from rota.service.control import intake
 from rota.service.rest import auth as audit_file
 from rota.service.rest import deps
 from rota.service.rest.app import application
@@ -236,7 +237,12 @@ def test_every_route_gives_every_role_what_it_may_have_and_a_stranger_nothing(tm
     with_town(tmp_path, test)
 
 
-def test_who_may_not_submit_learns_of_no_file_and_has_nothing_searched(tmp_path: Path) -> None:
+def test_who_may_not_submit_learns_of_no_file_and_has_nothing_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(intake, "find_tool", lambda: asked.append("tool") or "podman")
+
     async def test(service: Standing) -> None:
         body = {"grants": [{"queue": "", "role": "viewer"}]}
         assert (await service.http.put("/api/v1/users/vera", json=body)).status_code == 200
@@ -244,9 +250,10 @@ def test_who_may_not_submit_learns_of_no_file_and_has_nothing_searched(tmp_path:
         service.http.headers["Authorization"] = f"Bearer {made['token']}"
         for door in ("jobs", "jobs:plan"):
             for name in ("there.json", "not-there.json"):
-                source = f"name: t\nroles: {{main: {{run: torchrun train.py, plan: {name}}}}}\n"
+                source = f"name: t\nimage: x:1\nroles: {{main: {{run: torchrun train.py, plan: {name}}}}}\n"
                 body = {"source": source, "workdir": str(tmp_path)}
                 assert (await service.http.post(f"/api/v1/{door}", json=body)).status_code == 403, (door, name)
+        assert asked == []
 
     (tmp_path / "there.json").write_text("{")
     with_service(tmp_path, test)

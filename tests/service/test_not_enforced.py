@@ -14,9 +14,12 @@ from test_cli import own_home, with_cli
 import rota
 from rota.runtime import image
 from rota.service.api import body_of
+from rota.service.control import intake
 from rota.service.jobfile.reader import read_job
-from rota.spec.check import image_refused, tenant_refused
+from rota.spec import codec
+from rota.spec.check import check, image_refused, tenant_refused
 from rota.spec.errors import JobFileError
+from rota.spec.events import JobSubmitted
 
 assert own_home  # the fixture of every test here, too
 
@@ -110,3 +113,35 @@ def test_what_would_not_run_in_the_image_is_refused_at_its_place(tmp_path: Path)
     assert [one.path for one in image_refused(spec)] == [("roles", "main", "workload"), ("roles", "more", "packages")]
     assert next(one.path for one in tenant_refused(replace(spec, run_as="daemon"))) == ("image",)
     assert not [*image_refused(replace(spec, image=None))]
+
+
+def test_the_tools_of_images_are_looked_for_once_in_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(intake, "find_tool", lambda: asked.append("tool") or "")
+
+    async def test(service: Standing) -> None:
+        for known_s, times in ((0.0, 1), (0.0, 2), (60.0, 3), (60.0, 3)):
+            monkeypatch.setattr(intake, "TOOL_KNOWN_S", known_s)
+            assert (await service.http.post("/api/v1/jobs:plan", json={"source": IMAGE})).status_code == 422
+            assert len(asked) == times
+
+    with_service(tmp_path, test)
+
+
+def test_a_job_of_a_log_from_before_images_were_used_runs_without_and_one_of_an_older_client_in_it() -> None:
+    spec = read_job(IMAGE, filename="job.yaml")
+    older = {"spec": {**spec.to_json(), "spec_version": 1}}
+    event = codec.from_json_value(JobSubmitted, codec.to_json_value(JobSubmitted(spec=spec)) | older)
+    assert event.spec == replace(spec, image=None, spec_version=1)
+    assert intake._from_json(older["spec"]).image == spec.image == "pytorch:2"
+
+
+def test_an_image_is_a_reference_or_an_absolute_path() -> None:
+    spec = read_job(IMAGE, filename="job.yaml")
+    names = ("--help", "-v", "env.sif", "./env.sif", "../x", "a b", "a//b", "x:", "")
+    for name in names:
+        faults = [one for one in check(replace(spec, image=name)) if one.path == ("image",)]
+        assert faults and "absolute path" in str(faults[0]), name
+    digest = f"ghcr.io:443/a/b-c@sha256:{'0' * 64}"
+    for name in ("pytorch", "localhost:5000/x/y_z:1.2-rc", digest, "/data/my env.sif", "docker://ubuntu:24.04"):
+        assert not check(replace(spec, image=name)), name

@@ -15,6 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rota.runtime import environ, process
+from rota.spec.resources import parse_size
+
+SHARE = 0.2
+"""Of the disk, for a cache whose limit is not set."""
+
+
+def limit_of(setting: str, folder: Path) -> int:
+    """Most bytes of the cache in a folder: the variable of that name, such as ``500GiB``. Raises ValueError."""
+    if not (text := environ.get(setting)):
+        return int(shutil.disk_usage(folder).total * SHARE)
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{setting}={text}: {error}") from None
 
 
 def hold(lock: Path) -> int:

@@ -23,11 +23,10 @@ from rota.runtime import cache, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.secrets import open_from_environ
 from rota.spec.errors import did_you_mean
-from rota.spec.resources import format_size, parse_size
+from rota.spec.resources import format_size
 
 LIMIT = "ROTA_DATA_CACHE"
-"""Variable of a machine: most bytes of its cache, such as ``500GiB``; by default ``SHARE`` of its disk."""
-SHARE = 0.2
+"""Variable of a machine: most bytes of its cache, such as ``500GiB``; by default a fifth of its disk."""
 FETCH_MAX_S = 6 * 3600.0
 """Longest time for one fetch, also by another process that is waited for."""
 TRIES_S = (1.0, 4.0, 15.0)
@@ -210,12 +209,10 @@ def hold(folder: Path) -> int:
 
 def limit_of(folder: Path) -> int:
     """Most bytes that the cache may have. Raises DataFailed for a variable that is not a size."""
-    if not (text := environ.get(LIMIT)):
-        return int(shutil.disk_usage(folder).total * SHARE)
     try:
-        return parse_size(text)
+        return cache.limit_of(LIMIT, folder)
     except ValueError as error:
-        raise DataFailed(f"{LIMIT}={text}: {error}") from None
+        raise DataFailed(str(error)) from None
 
 
 def _make_room(folder: Path, name: str, url: str, wanted: int) -> None:

@@ -5,13 +5,15 @@
 that stay visible), ``tmp`` and ``shm`` (of the job: its ``/tmp`` and ``/dev/shm``). The variables of the command are
 those whose names begin with ``PREFIX``. What is not said stays as it is: network, devices, all other folders. It
 needs root and Linux. With ``image`` (a folder of ``image.py``) and ``given`` alone the command runs in the files of the
-image, with these folders and the devices, processes, user and network of this machine.
+image, with these folders and the devices, processes, user and network of this machine; ``links`` are names of given
+libraries with their paths, a folder of them ends its ``LD_LIBRARY_PATH``.
 """
 
 import ctypes
 import json
 import os
 import pwd
+import stat
 import sys
 
 NEW_NS, NEW_IPC, NEW_USER = 0x00020000, 0x08000000, 0x10000000
@@ -140,43 +142,83 @@ def separate(home: str, shown: list[str], tmp: str, shm: str, programs: list[str
 
 OF_MACHINE = ("/dev", "/proc", "/sys", "/tmp", "/etc/hosts", "/etc/resolv.conf")
 """What a command in an image has of the machine, beside the folders of its job."""
+LIBRARIES = "/.rota-libraries"
+"""Folder in an image with links to the libraries of drivers."""
+NO_NAMESPACE = {
+    True: "the service needs the capability CAP_SYS_ADMIN",
+    False: "this machine lets no user make namespaces: as root, sysctl -w"
+    " kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), or kernel.unprivileged_userns_clone=1 (Debian)",
+}
+"""What to do where the kernel refuses an image to root, and to others."""
 
 
-def enter(image: str, given: list[str]) -> dict[str, str]:
-    """Have the files of an image, with ``given`` of the machine at their paths; returns the variables of the image.
-
-    What is written elsewhere is in memory and ends with the process: other commands have the image as it was unpacked.
-    Who is not root does it in a user namespace, as the same user. Raises OSError.
-    """
-    import warnings  # noqa: F401, PLC0415 - execvpe looks for it, in the image it is not there
-
-    here, uid, gid = os.getcwd(), os.geteuid(), os.getegid()  # noqa: PTH109 - see hidden
+def own_namespaces(uid: int, gid: int) -> None:
+    """Mounts of its own for this process; who is not root is the same user in a user namespace. Raises OSError."""
     call("unshare", NEW_NS | (NEW_USER if uid else 0))
     if uid:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - see hidden
                 file.write(text)
+    mount("none", "/", "", REC | PRIVATE)
+
+
+def place(path: str, *, folder: bool) -> int:
+    """Open a folder or file, made if need be; a link is replaced where it leads nowhere, or is at the path of a file.
+
+    Raises OSError, CannotIsolate for a file in the place of a folder.
+    """
+    above, _, name = path.rstrip("/").rpartition("/")
+    if not name:
+        return os.open("/", os.O_PATH)
+    os.close(place(above, folder=True))
+    if os.path.islink(path) and not (folder and os.path.isdir(path)):  # noqa: PTH112, PTH114 - see hidden
+        os.unlink(path)  # noqa: PTH108 - see hidden
+    if not os.path.exists(path):  # noqa: PTH110 - see hidden
+        if folder:
+            os.mkdir(path)  # noqa: PTH102 - see hidden
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o644))
+    if os.path.isdir(path) is not folder:  # noqa: PTH112 - see hidden
+        kinds = ("a folder", "a file") if folder else ("a file", "a folder")
+        raise CannotIsolate(f"{path} is {kinds[0]} of this machine and {kinds[1]} in the image: rename one")
+    return os.open(path, os.O_PATH)
+
+
+def enter(image: str, given: list[str], links: dict[str, str]) -> dict[str, str]:
+    """Have the files of an image, with ``given`` of the machine at their paths; returns the variables of the image.
+
+    What is written elsewhere is in memory and ends with the process: other commands have the image as it was unpacked.
+    Who is not root does it in a user namespace, as the same user. Raises OSError, CannotIsolate.
+    """
+    import warnings  # noqa: F401, PLC0415 - execvpe looks for it, in the image it is not there
+
+    here, uid = os.getcwd(), os.geteuid()  # noqa: PTH109 - see hidden
     with open(f"{image}/environment.json") as file:  # noqa: PTH123 - see hidden
         variables = json.load(file)
-    mount("none", "/", "", REC | PRIVATE)
+    try:
+        own_namespaces(uid, os.getegid())
+    except PermissionError as error:
+        raise CannotIsolate(f"{error}; {NO_NAMESPACE[not uid]}") from None
     opened = [(path, os.open(path, os.O_PATH)) for path in (*OF_MACHINE, *given) if os.path.exists(path)]  # noqa: PTH110 - see hidden
-    lower = os.open(f"{image}/root", os.O_PATH)
+    machine, lower = os.open("/", os.O_PATH), os.open(f"{image}/root", os.O_PATH)
     mount("tmpfs", "/mnt", "tmpfs", NOSUID | NODEV)
     for name in ("upper", "work", "root"):
         os.mkdir(f"/mnt/{name}")  # noqa: PTH102 - see hidden
     layers = f"lowerdir={_OPENED.format(lower)},upperdir=/mnt/upper,workdir=/mnt/work"
     mount("overlay", "/mnt/root", "overlay", 0, layers)
-    for path, file in opened:
-        place = f"/mnt/root{path}"
-        os.makedirs(os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120 - see hidden
-        if os.path.isdir(_OPENED.format(file)):  # noqa: PTH112 - see hidden
-            os.makedirs(place, exist_ok=True)  # noqa: PTH103 - see hidden
-        else:
-            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
-        mount(_OPENED.format(file), place, "", BIND | REC)
-        os.close(file)
+    os.chroot("/mnt/root")  # what links of the image lead to is in the image, as nothing is mounted there yet
+    places = [place(path, folder=stat.S_ISDIR(os.fstat(file).st_mode)) for path, file in opened]
+    for name, path in links.items():
+        os.close(place(LIBRARIES, folder=True))
+        os.symlink(path, f"{LIBRARIES}/{name}")  # noqa: PTH211 - see hidden
+    os.fchdir(machine)
+    os.chroot(".")
+    for (_, file), at in zip(opened, places):
+        mount(_OPENED.format(file), _OPENED.format(at), "", BIND | REC)
     os.chroot("/mnt/root")
     os.chdir(here)
+    for file in (machine, lower, *places, *(file for _, file in opened)):
+        os.close(file)
     return {"HOME": "/tmp" if uid else "/root", **variables}
 
 
@@ -204,7 +246,10 @@ def main() -> None:
     given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}
     try:
         if image := asked.get("image"):
-            variables = enter(image, asked["given"]) | given
+            variables = enter(image, asked["given"], links := asked.get("links", {})) | given
+            if links:
+                found = (variables.get("LD_LIBRARY_PATH"), LIBRARIES)
+                variables["LD_LIBRARY_PATH"] = ":".join(filter(None, found))
             os.environ["PATH"] = variables.setdefault("PATH", os.defpath)
             os.execvpe(command[0], command, variables)
         uid, gid, name, folder = account(asked["user"])

@@ -22,6 +22,12 @@ PORT_NAME, PORTS_MAX = re.compile(r"^[a-z][a-z0-9-]{0,30}$"), 8
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 QUEUE_PATH = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}(/[A-Za-z][A-Za-z0-9_.-]{0,62}){0,7}$")
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+IMAGE = re.compile(
+    r"/[^\x00-\x1f]*|(?!.*\.sif\Z)([a-z][a-z0-9+-]*://)?\w[\w.-]*(:\d+(?=/))?(/\w[\w.-]*)*"
+    r"(:\w[\w.-]{0,127})?(@[\w+.-]+:[0-9a-fA-F]{32,})?",
+    re.ASCII,
+)
+"""A reference as podman and docker take it, one with a scheme of apptainer, or an absolute path."""
 _NAME_RULE = "a name begins with a letter and holds at most 63 letters, digits, '_', '.' and '-'"
 SIZES_HINT = "roles that serve calls can, and commands with replicas: {min, max} and mesh: {dp: '*'}"
 """Which roles may change their size."""
@@ -180,6 +186,10 @@ def _check_names(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(path=("queue",), message=f"{spec.queue!r} is not a queue", hint=hint, code="BAD_NAME")
     yield from _check_env(("env",), spec.env)
     yield from _check_packages(("packages",), spec.packages)
+    if spec.image is not None and not IMAGE.fullmatch(spec.image):
+        message = f"{spec.image!r} is neither the reference of an image nor an absolute path"
+        hint = "for example docker.io/library/python:3.12, or /data/env.sif"
+        yield Finding(path=("image",), message=message, hint=hint, code="BAD_NAME")
     for index, name in enumerate(spec.secrets):
         if not ENV_NAME.match(name):
             path = ("secrets", index)

@@ -17,7 +17,8 @@ from rota.spec.queue import DEFAULT_QUEUE
 from rota.spec.resources import Limits, Res
 from rota.spec.torchrun import is_torchrun
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2
+"""Before 2, images were not used: a job named one only to run without it."""
 LOOP_ROLE = RoleName("loop")
 STREAM_LOOP = "rota.job.streams:drain"
 """Import path of the loop of a job that has streams and no loop of its own."""
@@ -372,6 +373,11 @@ class JobSpec(JsonValue):
     success_when: tuple[str, ...] | Literal["all", "loop"] | None = None
     seed: int = 0
     spec_version: int = SPEC_VERSION
+
+    def __post_init__(self) -> None:
+        """A job of an older log runs as it did: without its image."""
+        if self.spec_version < 2:
+            object.__setattr__(self, "image", None)
 
     @property
     def data_url(self) -> str | None:

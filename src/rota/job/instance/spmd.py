@@ -47,6 +47,8 @@ WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr in the report of a failed command, and lines of the log in which they are looked for."""
 WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
 _PYTHON_LINE = re.compile(rf"python3?\s+((?:(?:{'|'.join(PYTHON_SWITCHES)})\s+)*)(\S.*)", re.DOTALL)
+_PYTHON_OF_IMAGE = '"$(command -v python || command -v python3 || echo python)"'
+"""Images of Debian have ``python3`` alone."""
 
 
 class CommandFailed(Exception):
@@ -139,11 +141,12 @@ def _torchrun(role: RoleSpec, *, bare: bool, in_image: bool) -> RankCommand:
     except ValueError as error:
         raise BadInput(f"role {role.name!r}: {error}") from None
     module = ("-m",) if line.module else ()
-    python = ("python",) if in_image else _python((), "-m" if module else line.program, bare=bare)
-    started = (*python, *module) if line.python else ()
-    if line.words:
+    started = (*_python((), "-m" if module else line.program, bare=bare), *module) if line.python else ()
+    searched = line.python and in_image
+    if line.words and not searched:
         return RankCommand(argv=(*started, *line.words), local=line.local, store=True)
-    text = f"exec {shlex.join(started)} {line.text}"
+    start = " ".join((_PYTHON_OF_IMAGE, *module)) if searched else shlex.join(started)
+    text = f"exec {start} {line.text or shlex.join(line.words)}"
     return RankCommand(argv=("/bin/sh", "-c", text), local=line.local, store=True)
 
 

@@ -68,7 +68,8 @@ def _in_image(config: InstanceConfig, argv: Sequence[str]) -> tuple[str, ...]:
     named = (spec.output_dir, checkpoint_dir(spec, config.place), data)
     found = [config.place.home, str(Path.cwd()), *(one for one in named if one and Path(one).is_absolute())]
     drivers = image.driver_files() if config.devices else []
-    asked = {"image": get(image.FOLDER), "name": spec.image, "given": [*dict.fromkeys((*found, *drivers))]}
+    given, links = [*dict.fromkeys((*found, *drivers))], image.library_links(drivers)
+    asked = {"image": get(image.FOLDER), "name": spec.image, "given": given, "links": links}
     return (sys.executable, "-I", "-S", isolation.__file__, json.dumps(asked), *argv)
 
 

@@ -59,7 +59,7 @@ from rota.spec.errors import (
 from rota.spec.events import Continued, JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
 from rota.spec.gang import Placement
 from rota.spec.ids import JobId
-from rota.spec.job import After, JobSpec, started_spec
+from rota.spec.job import SPEC_VERSION, After, JobSpec, started_spec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
 
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 PARSE_CPU_S = 2.0
 SEARCH_WAIT_S = 20.0
 """How long a job waits for the search of plans of another."""
+TOOL_KNOWN_S = 60.0
+"""For how long a tool that holds images, or that there is none, is remembered."""
 QUEUED_MAX = 10_000
 DRY_RUNS_MAX = 2
 """Children that import workloads for dry runs at once; the next one waits."""
@@ -94,6 +96,8 @@ class Intake:
         self._one_at_a_time = asyncio.Lock()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
         self._searches = asyncio.Lock()
+        self._one_asks_tools = asyncio.Lock()
+        self._tool = (float("-inf"), "")
 
     async def submit(
         self, given: Submission, *, caller: Caller, key: str = "", earlier: tuple[JobHistory, int] | None = None
@@ -266,7 +270,8 @@ class Intake:
     async def _checked(self, given: Submission, caller: Caller | None) -> JobSpec:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
-        holds_images = spec.image is None or bool(await asyncio.to_thread(find_tool))
+        self._check_rights(spec, caller)
+        holds_images = spec.image is None or await self._holds_images()
         self._check_names(spec, given, caller, holds_images=holds_images)
         spec = with_stores(spec, given, self._stores)
         await asyncio.to_thread(check_urls, spec, given)
@@ -275,6 +280,14 @@ class Intake:
         spec = await self._planned(spec, given)
         self._check_feasible(spec)
         return spec
+
+    async def _holds_images(self) -> bool:
+        """Whether a tool of images works here; it is asked once in ``TOOL_KNOWN_S``."""
+        async with self._one_asks_tools:
+            if self._clock.monotonic_s() >= self._tool[0]:
+                tool = await asyncio.to_thread(find_tool)
+                self._tool = (self._clock.monotonic_s() + TOOL_KNOWN_S, tool)
+            return bool(self._tool[1])
 
     async def _planned(self, spec: JobSpec, given: Submission) -> JobSpec:
         """The job with its parallel plans; they are searched one job at a time, beside the loop."""
@@ -293,17 +306,19 @@ class Intake:
         finally:
             self._searches.release()
 
-    def _check_names(
-        self, spec: JobSpec, given: Submission, caller: Caller | None, *, holds_images: bool = True
-    ) -> None:
-        """The queue, secrets, earlier jobs and folder that the job names are there, and its image can be used.
-
-        Raises what is wrong with the queue or a secret as itself where nothing else is, all other mistakes together
-        as a JobFileError. Who may submit to no queue learns of the queue alone.
-        """
+    def _check_rights(self, spec: JobSpec, caller: Caller | None) -> None:
+        """Raises what is wrong with the queue, or with the caller's rights; not for a user who mistyped it."""
         queue = queue_fault(self._loop.scheduler, spec.queue)
         if queue is None or not (caller is None or any(role >= UserRole.USER for _, role in caller.grants)):
             self._check_queue(spec, caller)
+
+    def _check_names(self, spec: JobSpec, given: Submission, caller: Caller | None, *, holds_images: bool) -> None:
+        """The queue, secrets, earlier jobs and folder that the job names are there, and its image can be used.
+
+        Raises what is wrong with the queue or a secret as itself where nothing else is, all other mistakes together
+        as a JobFileError. Who may submit to no queue learns of the queue alone, before.
+        """
+        queue = queue_fault(self._loop.scheduler, spec.queue)
         found = [queue] if queue is not None else []
         vault = Vault(self._home)
         if caller is not None:
@@ -437,7 +452,7 @@ def _whole_path(change: str, spec: JobSpec) -> str:
 
 def _from_json(raw: JsonObject) -> JobSpec:
     try:
-        spec = JobSpec.from_json(raw)
+        spec = JobSpec.from_json({**raw, "spec_version": SPEC_VERSION})  # a client of an older one means it as today
     except (TypeError, ValueError, KeyError) as error:
         raise BadInput(
             f"spec: {error}", hint="send the text of a job file as 'source', or JobSpec.to_json()"

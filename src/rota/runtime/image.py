@@ -183,7 +183,8 @@ def _fill(tool: str, image: str, new: Path, say: Callable[[str], None]) -> None:
     unpacking = ("tar", "-x", "--numeric-owner", "-p", "--anchored", *_DEVICES, "-C", str(root))
     try:
         _run((tool, "create", "--name", container, "--", image, "/bin/true"), lambda _: None)
-        with subprocess.Popen((tool, "export", container), stdout=subprocess.PIPE) as exporting:
+        export = ("setpriv", "--pdeathsig=KILL", tool, "export", container)  # podman without a reader keeps its locks
+        with subprocess.Popen(export, stdout=subprocess.PIPE) as exporting:
             done = subprocess.run(unpacking, stdin=exporting.stdout, capture_output=True, text=True, timeout=PULL_MAX_S)
         if status := done.returncode or exporting.returncode:
             raise ImageFailed(_failed((tool, "export", container), status, done.stderr.splitlines()))

@@ -37,7 +37,9 @@ and are missing, but ask little of the devices."""
 ARRIVALS_MAX = 1000
 """Jobs that come in one play."""
 PLAYED_ON = 3.0
-"""They come for this multiple of the longest wait without them. A job that never starts prolongs no play."""
+"""They come for this multiple of the longest wait without them, and no shorter than the next. A job that never starts
+prolongs no play."""
+PLAYED_ON_MIN_S = 7 * 86400.0
 WALL_MAX_S = 2.0
 """How long all plays may take; at least one is made."""
 
@@ -175,7 +177,8 @@ class Forecast:
             able = {job: at for job in self._waiting() if (at := alone.get(job)) is not None}
             if known or not able or left_s <= 0:
                 break
-            jobs += self._arrivals(rows.values(), drawn, SeededRandom(k), PLAYED_ON * (max(able.values()) - self._now))
+            until_s = max(PLAYED_ON_MIN_S, PLAYED_ON * (max(able.values()) - self._now))
+            jobs += self._arrivals(rows.values(), drawn, SeededRandom(k), until_s)
             found.append({**alone, **starts(jobs, [*able], wall_max_s=left_s)})
         waiting = [job for job, row in self._state.jobs.items() if not row.held]
         made = {job: self._together([one.get(job) for one in found or [alone]]) for job in sorted(waiting)}

@@ -138,6 +138,13 @@ def test_libraries_of_a_driver_are_found_by_the_names_that_programs_ask_for(
     assert ran.stdout == "driver\n", ran.stderr
 
 
+@pytest.mark.parametrize("folder", ["", None])
+def test_a_command_beside_an_image_that_is_not_unpacked_says_so(tmp_path: Path, folder: str | None) -> None:
+    ran = run(tmp_path, tmp_path, "true", image=folder)
+    assert ran.returncode == 126
+    assert ran.stderr.startswith("rota: the command cannot run in the image small: it is not unpacked here yet; try")
+
+
 def test_links_of_an_image_lead_to_nothing_outside_of_it(tmp_path: Path) -> None:
     (given := tmp_path / "given").mkdir()
     root, victims = made(tmp_path / "image") / "root", (tmp_path / "victim", tmp_path / "outside")

@@ -245,7 +245,9 @@ def main() -> None:
     here = os.getcwd()  # noqa: PTH109 - see hidden
     given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}
     try:
-        if image := asked.get("image"):
+        if "image" in asked:
+            if not (image := asked["image"]):
+                raise CannotIsolate("it is not unpacked here yet; try again when the instance is READY")
             variables = enter(image, asked["given"], links := asked.get("links", {})) | given
             if links:
                 found = (variables.get("LD_LIBRARY_PATH"), LIBRARIES)
@@ -264,7 +266,7 @@ def main() -> None:
             raise CannotIsolate(f"{here}: {error.strerror} for {name}; let it read the workdir of the job") from None
         os.execvpe(command[0], command, variables)
     except (CannotIsolate, OSError) as error:
-        how = f"in the image {asked['name']}" if asked.get("image") else f"as {asked['user']}"
+        how = f"in the image {asked['name']}" if "image" in asked else f"as {asked['user']}"
         sys.stderr.write(f"rota: the command cannot run {how}: {error}\n")
         sys.exit(CANNOT)
 

@@ -220,7 +220,9 @@ def test_an_example_gives_the_same_though_each_of_its_machines_dies_and_one_is_c
     assert len(faults) >= min(given.faults_min, count + 1), (faults, job.events()[-20:])
     if not given.steps:
         job.check_faults()
-    results = [re.sub(r'"resumed_at": \d+', "", (folder / who / given.file).read_text()) for who in ("alone", "apart")]
+    results = [
+        re.sub(r'("resumed_at": )\d+', r"\g<1>0", (folder / who / given.file).read_text()) for who in ("alone", "apart")
+    ]
     if given.close and count == 3:
         one, other = (json.loads(text) for text in results)
         assert len(one["curve"]) == len(other["curve"])

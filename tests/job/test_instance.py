@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -332,43 +333,47 @@ def test_an_object_is_made_with_the_arguments_of_its_role(tmp_path: Path, monkey
     assert asyncio.run(main()) == [1e-4, [1, 2]]
 
 
-def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What does not answer waits for it: a check of the node gives up after 0.01 s."""
     back = threading.Event()
     monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
     monkeypatch.setattr(instance_module, "CHECK_MAX_S", 0.01)
-    monkeypatch.setattr(instance_module, "quick", lambda *_: back.wait())
-    instance = an_instance(tmp_path)
+    yield back
+    back.set()
+
+
+def refused(instance: Instance, back: threading.Event) -> dict[str, Any]:
+    """The failure that the check of an instance answers with."""
     try:
         answer = asyncio.run(instance.check())
     finally:
         back.set()
         instance._control.close()
         instance._config.user.close()
-    assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.DATA_UNREACHABLE)
-    assert str(tmp_path) in answer["failure"]["text"] and "did not answer in 0.01 s" in answer["failure"]["text"]
+    assert answer["answer"] == "failed"
+    return answer["failure"]
+
+
+def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unanswered: threading.Event
+) -> None:
+    monkeypatch.setattr(instance_module, "quick", lambda *_: unanswered.wait())
+    failure = refused(an_instance(tmp_path), unanswered)
+    assert failure["reason"] == Reason.DATA_UNREACHABLE
+    assert str(tmp_path) in failure["text"] and "did not answer in 0.01 s" in failure["text"]
 
 
 def test_devices_whose_driver_does_not_answer_are_named_and_not_the_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unanswered: threading.Event
 ) -> None:
-    back = threading.Event()
     family = DeviceFamily()
-    monkeypatch.setattr(family, "inventory", lambda: back.wait() and ())
+    monkeypatch.setattr(family, "inventory", lambda: unanswered.wait() and ())
     monkeypatch.setattr(preflight, "local_family", lambda: family)
-    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
     monkeypatch.setattr(instance_module, "quick", lambda _: [])
-    monkeypatch.setattr(instance_module, "CHECK_MAX_S", 0.01)
-    instance = an_instance(tmp_path, 1)
-    try:
-        answer = asyncio.run(instance.check())
-    finally:
-        back.set()
-        instance._control.close()
-        instance._config.user.close()
-    assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.GPU_LOST)
-    assert "or their driver, did not answer in 0.01 s" in answer["failure"]["text"]
+    failure = refused(an_instance(tmp_path, 1), unanswered)
+    assert failure["reason"] == Reason.GPU_LOST
+    assert "or their driver, did not answer in 0.01 s" in failure["text"]
 
 
 def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,15 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def npus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ascend:
+    """The family on a machine with the chips of ``NPU_SMI``."""
+    write(folder / "bin/npu-smi", NPU_SMI)
+    (folder / "bin/npu-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=":")
+    write(folder / "dev/davinci0", "")
+    return Ascend(folder / "dev")
+
+
 def test_amd_devices_are_those_of_the_topology_with_product_memory_and_errors(tmp_path: Path) -> None:
     nodes = tmp_path / "kfd/kfd/topology/nodes"
     write(nodes / "0/properties", "cpu_cores_count 96\nsimd_count 0\n")
@@ -95,11 +104,7 @@ def test_amd_devices_are_those_of_the_topology_with_product_memory_and_errors(tm
 def test_ascend_devices_are_those_of_npu_smi_and_a_critical_one_is_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "bin/npu-smi", NPU_SMI)
-    (tmp_path / "bin/npu-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
-    write(tmp_path / "dev/davinci0", "")
-    ascend = Ascend(tmp_path / "dev")
+    ascend = npus(tmp_path, monkeypatch)
     assert [(d.index, d.type, d.memory_bytes, d.uuid) for d in ascend.inventory()] == [
         (0, "910B3", 64 << 30, "0-0"),
         (1, "910B3", 64 << 30, "4-0"),
@@ -180,11 +185,7 @@ def test_a_broken_family_of_a_package_breaks_no_machine_with_devices_of_a_built_
 def test_a_node_and_a_look_of_an_instance_ask_npu_smi_for_each_chip_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "bin/npu-smi", NPU_SMI)
-    (tmp_path / "bin/npu-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
-    write(tmp_path / "dev/davinci0", "")
-    monkeypatch.setattr(devices, "BUILT_IN", (Ascend(tmp_path / "dev"),))
+    monkeypatch.setattr(devices, "BUILT_IN", (npus(tmp_path, monkeypatch),))
     monkeypatch.delenv("ROTA_FAKE_DEVICES", raising=False)
 
     def calls() -> list[str]:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,17 @@ def limit_of(setting: str, folder: Path) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ValueError(f"{setting}={text}: {error}") from None
+
+
+def print_folder(make: Callable[[], Path], *failures: type[Exception]) -> int:
+    """The main of a program that makes a folder of a cache: prints it, or the text of a failure; the exit status."""
+    try:
+        folder = make()
+    except failures as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(str(folder))
+    return 0
 
 
 def hold(lock: Path) -> int:

@@ -247,13 +247,12 @@ def library_links(paths: Iterable[str]) -> dict[str, str]:
 def main() -> int:
     """Unpack what the arguments name."""
     home, image = sys.argv[1:]
-    try:
-        folder = unpack(Home.of(home), image, lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201 - its only output
-    except (ImageFailed, RotaError, OSError, subprocess.TimeoutExpired) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(str(folder))
-    return 0
+    failures = (ImageFailed, RotaError, OSError, subprocess.TimeoutExpired)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - its only output
+
+    return cache.print_folder(lambda: unpack(Home.of(home), image, say), *failures)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rota.runtime import cache, environ, process
@@ -162,13 +163,8 @@ def main() -> int:
     """Build what the arguments name."""
     home, workdir, given = sys.argv[1:]
     asked = json.loads(given)
-    try:
-        folder = build(Home.of(home), asked["packages"], workdir, asked["settings"], lambda line: None)
-    except PackagesFailed as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(str(folder))
-    return 0
+    made = partial(build, Home.of(home), asked["packages"], workdir, asked["settings"], lambda line: None)
+    return cache.print_folder(made, PackagesFailed)
 
 
 if __name__ == "__main__":

@@ -92,16 +92,24 @@ def _check_folders(spec: JobSpec) -> Iterator[Finding]:
 def image_refused(spec: JobSpec) -> Iterator[Finding]:
     """What of a job with an image would not run in it: Rota starts commands in images, and no processes of its own."""
     why = f"the job runs in the image {spec.image}"
-    for role in spec.roles if spec.image is not None else ():
+    if spec.image is not None:
+        command = "start it as a command (run:), or submit with --ignore-image (ignore_image)"
+        yield from _not_of_service(
+            spec,
+            (f"{why}, and a workload needs the Python, Ray and Rota of the service", command),
+            (f"{why}, and packages are installed for the Python of the service", "put them into the image"),
+        )
+
+
+def _not_of_service(spec: JobSpec, workload: tuple[str, str], packages: tuple[str, str]) -> Iterator[Finding]:
+    """Roles that are a workload, and roles with packages, each with what is wrong with it and a hint."""
+    for role in spec.roles:
         at: Path = ("roles", role.name)
         if role.run is None:
-            hint = "start it as a command (run:), or submit with --ignore-image (ignore_image)"
-            message = f"{why}, and a workload needs the Python, Ray and Rota of the service"
-            yield Finding(path=(*at, "workload"), message=message, hint=hint, code="NOT_SUPPORTED")
+            yield Finding(path=(*at, "workload"), message=workload[0], hint=workload[1], code="NOT_SUPPORTED")
         if spec.packages_of(role):
             path = (*at, "packages") if role.packages else ("packages",)
-            message = f"{why}, and packages are installed for the Python of the service"
-            yield Finding(path=path, message=message, hint="put them into the image", code="NOT_SUPPORTED")
+            yield Finding(path=path, message=packages[0], hint=packages[1], code="NOT_SUPPORTED")
 
 
 ACTED_ON = ("LD_", "GLIBC_", "MALLOC_", "GCONV_", "PYTHON", "RAY_", "ROTA_")
@@ -123,17 +131,12 @@ def tenant_refused(spec: JobSpec) -> Iterator[Finding]:
         if url:
             message, hint = f"{why}, and {field} by URL is copied as the service", "mount it, and name the path"
             yield Finding(path=(field,), message=message, hint=hint, code="NOT_SUPPORTED")
-    for role in spec.roles:
-        at: Path = ("roles", role.name)
-        if role.run is None:
-            hint = "start it as a command: run: [python, train.py]"
-            message = f"{why}, and a workload runs in a process of the service"
-            yield Finding(path=(*at, "workload"), message=message, hint=hint, code="NOT_SUPPORTED")
-        if spec.packages_of(role):
-            hint = "install them in an environment of that user, and name its Python by the path: /opt/v/bin/python"
-            message = f"{why}, and packages are installed as the service"
-            path = (*at, "packages") if role.packages else ("packages",)
-            yield Finding(path=path, message=message, hint=hint, code="NOT_SUPPORTED")
+    own_python = "install them in an environment of that user, and name its Python by the path: /opt/v/bin/python"
+    yield from _not_of_service(
+        spec,
+        (f"{why}, and a workload runs in a process of the service", "start it as a command: run: [python, train.py]"),
+        (f"{why}, and packages are installed as the service", own_python),
+    )
 
 
 def unenforced(spec: JobSpec) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.real.jobs import WAIT_S, Run, example, run_job
 
+from rota.runtime import process
 from rota.runtime.clock import SystemClock
 from rota.runtime.launcher import Call
 from rota.service.control.job_plans import with_plans
@@ -203,10 +204,11 @@ def test_kill_9_of_the_wrapper_leaves_no_rank_behind(engine) -> None:
     async def body(run: Run) -> None:
         await run.until(lambda: (run.output / "paused-0").exists() and (run.output / "paused-1").exists())
         wrapper = run.pids()["main/0"]
-        ranks = [one for one in psutil.Process(wrapper).children() if "tiny_train.py" in " ".join(one.cmdline())]
+        below = [pid for pid in process.children_of(wrapper) if "tiny_train.py" in process.command_line(pid)]
+        ranks = [one for pid in below if (one := process.identify(pid)) is not None]
         assert len(ranks) == 2
         run.kill("main/0")
-        await run.until(lambda: not any(one.is_running() and one.status() != "zombie" for one in ranks), 10)
+        await run.until(lambda: not any(map(process.is_alive, ranks)), 10)
         (run.output / "go").touch()
         assert (await run.end()).state is JobState.SUCCEEDED, run.story()
         assert run.starts("main/0") == 2

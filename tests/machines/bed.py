@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 MACHINES_MAX = 9
 DISKS = "/var/tmp"
-START_S = 10.0
+END_S = 120.0
+"""How long the kernel may take to end all processes of a machine, on a computer with much else to do."""
 INTERFACE = "eth0"
 DISK = "/tmp/disk"
 """A folder of each machine that survives a power cut."""
@@ -121,18 +122,22 @@ class Machine:
         (child,) = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
         self.pid = int(child)
 
+    def send_kill(self) -> None:
+        """Have the kernel end every process of the machine, and wait for none."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        elif self._init is not None:  # it was never up
+            self._init.kill()
+
     def kill(self) -> None:
         """End every process of the machine at once; what it had in ``/tmp`` and ``/dev/shm`` is lost."""
         if self._init is None:
             return
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        else:  # it was never up
-            self._init.kill()
-        self._init.wait(START_S)
+        self.send_kill()
+        self._init.wait(END_S)
         for child in self._children:
-            child.wait(START_S)
+            child.wait(END_S)
         self._children.clear()
         self._init, self.pid = None, 0
 
@@ -225,7 +230,7 @@ def _remove(namespace: str) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + END_S
     while subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split():
         assert time.monotonic() < deadline, f"processes of {namespace} do not end"
         time.sleep(0.02)
@@ -263,6 +268,8 @@ def bed(count: int, *, subnet: int = 77, environ: Mapping[str, str] | None = Non
             one.start()
         yield made
     finally:
+        for one in made:
+            one.send_kill()
         for one in made:
             one.kill()
             _remove(one.namespace)

@@ -85,6 +85,7 @@ class Site:
     def environ_of(self, machine: Machine) -> dict[str, str]:
         """What every process of the installation on a machine has in its environment."""
         ray = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
+        ray["RAY_worker_niceness"] = "0"  # as docs/how-to/run-on-a-ray-cluster.md says: a computer may have more to do
         if not self.joined:  # a token in ~/.ray, which all machines see, would make the head alone ask for it
             ray["RAY_AUTH_MODE"] = "disabled"
         return {"ROTA_HOME": self.home_of(machine), **ray}
@@ -155,9 +156,13 @@ class Site:
         return str(self.json("run", str(self.code / "job.yaml"), "-d")["id"])
 
     def ended(self, job: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
-        """Wait for the end of a job; its document."""
+        """Wait for the end of a job; its document. Fails with what the job did and wrote."""
         argv = (sys.executable, "-c", _WAIT, job, str(limit_s))
-        document: dict[str, Any] = json.loads(self.head.run(*argv, env=self.environ, timeout_s=limit_s + LIMIT_S))
+        try:
+            document: dict[str, Any] = json.loads(self.head.run(*argv, env=self.environ, timeout_s=limit_s + LIMIT_S))
+        except AssertionError as error:
+            did = (self.rota(verb, job, ok=False) for verb in ("why", "events", "logs"))
+            raise AssertionError("\n".join((str(error), *did))) from None
         return document
 
 

@@ -21,6 +21,7 @@ AGENT = "rota.service.process.joined"
 LIMIT_S = 180.0
 ROTA = (sys.executable, "-m", "rota")
 ENVIRON = {"ROTA_HOME": "/tmp/h", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
+ENVIRON["RAY_worker_niceness"] = "0"
 """The same path on each machine, and a folder of its own there: ``/tmp`` is not shared."""
 ONE_ON_EACH = """
 name: wide

@@ -20,8 +20,9 @@ import rota.tensors
 from rota.train import shm
 from rota.train.shm import CollectiveMismatch, PeerLost
 
-LATE_MAX_S = 1.0 if os.environ.get("ROTA_DEEP") else 5.0
-"""So long after a death its peers know; a second where the ranks have their cores to themselves."""
+LATE_MAX_S = 1.0 if os.environ.get("ROTA_DEEP") else 30.0
+"""So long after a death its peers know: a second where the ranks have their cores to themselves, elsewhere a small part
+of the time-out of the group, after which they would be told of a rank that lives, too."""
 
 
 def group(**how: Any) -> Any:

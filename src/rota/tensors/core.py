@@ -13,6 +13,7 @@ import re
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 from rota.spec.errors import BadInput
@@ -240,6 +241,7 @@ def stepped(value: int, steps: int, quantum: int) -> int:
     return round_up(round_up(value, max(octave // steps, 1)), quantum)
 
 
+@lru_cache(1024)
 def size_class(front_bytes: int, payload: int) -> SizeClass:
     """The class of a block with ``front_bytes`` of header and manifest before ``payload`` bytes.
 

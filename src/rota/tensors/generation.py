@@ -190,7 +190,10 @@ class GenerationTable(LockFile):
 
     def slot_locks(self, slots: Iterable[tuple[int, str]]) -> contextlib.AbstractContextManager[None]:
         """``slot_lock`` of several (slot, name), all or none; everybody takes them in one order."""
-        names = dict(slots)  # a name that is gone may have had the slot that another one has now
+        names = dict(slots)
+        if len(names) == 1:
+            return _Held(self, names, empty=True)
+        # a name that is gone may have had the slot that another one has now
         order = sorted(names, key=lambda each: (each % _STRIPES, each))
         return _Held(self, {slot: names[slot] for slot in order}, empty=True)
 

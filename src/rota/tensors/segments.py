@@ -191,8 +191,17 @@ class BlockHeader:
 
 def pack_state(state: int, head: int = 0, kept: tuple[int, ...] = ()) -> bytes:
     """The second part of a header alone, to be written at ``STATE_AT``."""
+    if not head and not kept:
+        return _STATES[state]
+    return _packed(state, head, kept)
+
+
+def _packed(state: int, head: int, kept: tuple[int, ...]) -> bytes:
     body = _STATE.pack(0, state, head, *kept, *_NONE_KEPT[len(kept) :])[4:]
     return (struct.pack("<I", zlib.crc32(body)) + body).ljust(HEADER_BYTES - STATE_AT, b"\0")
+
+
+_STATES: Final = {state: _packed(state, 0, ()) for state in (PENDING, PREPARED, READY)}
 
 
 def _unpack_state(raw: bytes | memoryview, where: str) -> tuple[int, int, tuple[int, ...]]:

@@ -172,7 +172,7 @@ class Session:
         )  # fmt: skip
         check = environ.get(CHECK) == "1"
         self.reader = TensorReader(self.space, sealed=sealed, check=check)
-        self.writer = TensorWriter(self.space, random_source, self._copier, check=check)
+        self.writer = TensorWriter(self.space, self._copier, check=check)
         self.rings = Rings(self.space, self.reader, self.writer, check=check)
         self._recover_gate = threading.RLock()  # taken before the registry's lock, by all threads alike
         self._release_gate = threading.Lock()

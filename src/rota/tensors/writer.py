@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import zlib
@@ -13,12 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-import numpy as np
-
 from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import cores_allowed
-from rota.runtime.random import RandomSource
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
 from rota.tensors.arrays import Bytes, Layout, TensorSource
@@ -134,10 +132,10 @@ class Version:
 class TensorWriter:
     """The write path of one namespace."""
 
-    def __init__(self, space: Namespace, random_source: RandomSource, copier: Copier, *, check: bool) -> None:
+    def __init__(self, space: Namespace, copier: Copier, *, check: bool) -> None:
         self._space = space
         self._check = check
-        self._random = random_source
+        self._requests = itertools.count(1)
         self.copier = copier
         self._groups: dict[str, deque[int]] = {}
         self.in_flight: set[int] = set()
@@ -208,7 +206,7 @@ class TensorWriter:
         """``reserve`` of each name in one round trip; what then has no memory, or was forgotten by a rebuilt registry,
         is reserved by itself. When one cannot be reserved none stays."""
         space, table = self._space, self._space.table
-        asks = [(self._random.new_id(48), _ask(name, "t", draft, order, life)) for name, draft in drafts.items()]
+        asks = [(str(next(self._requests)), _ask(name, "t", draft, order, life)) for name, draft in drafts.items()]
         space.reap_some(sum(ask.block for _, ask in asks))
         epoch = table.epoch
         replies = space.retry(lambda: space.registry.reserve_many(space.client, asks))
@@ -281,7 +279,7 @@ class TensorWriter:
         return self._allocate(ask, draft, self._reserve(ask), spill)
 
     def _reserve(self, ask: VersionRequest) -> Reserved:
-        space, request = self._space, self._random.new_id(48)
+        space, request = self._space, str(next(self._requests))
         try:
             return space.retry(lambda: space.registry.reserve(space.client, request, ask))
         except ScriptRefused as refused:
@@ -503,9 +501,11 @@ class TensorWriter:
         segments, offset = self._space.segments, pending.reserved.offset + at
         size = len(data)
         if self._is_mapped(pending):
-            view = segments.open(pending.reserved.seg).array
-            source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
-            view[offset : offset + size] = source
+            mapping = segments.open(pending.reserved.seg)
+            if isinstance(data, bytes):
+                mapping.map[offset : offset + size] = data
+            else:
+                mapping.array[offset : offset + size] = data
             return
         fd = os.open(segments.path(pending.reserved.seg), os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -603,6 +603,8 @@ class Copier:
                     pieces.append((target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES]))
             else:
                 target[:] = source
+        if not pieces:
+            return
         helpers = [Future[None]() for _ in range(min(self._helpers, len(pieces) - 1))]
         try:
             with contextlib.suppress(RuntimeError):  # no thread to be had, or the process ends: it goes without

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -96,6 +98,9 @@ class _Connection:
         else:
             self.socket = socket.create_connection((address.host, address.port), timeout=timeout_s)
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.settimeout(None)  # the kernel keeps the limits: with Python's own each call polls first
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_SILENT_S), 0))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", ceil(timeout_s), 0))
         self.reader = hiredis.Reader()
         if address.password:
             self.exchange([("AUTH", address.user or "default", address.password)])
@@ -107,25 +112,23 @@ class _Connection:
         # pack_command crashes when a signal's handler raises while it writes a number, which is therefore written here
         texts = [tuple([str(w) if isinstance(w, int) else w for w in command]) for command in commands]
         packed = [hiredis.pack_command(each) for each in texts]  # pyright: ignore[reportArgumentType] - its stub wants a tuple of one word
-        self.socket.sendall(b"".join(packed))
+        try:
+            self.socket.sendall(b"".join(packed))
+        except BlockingIOError:
+            raise TimeoutError from None
         return [self._read() for _ in commands]
 
     def _receive(self) -> bytes:
         """The next bytes. ``silent`` is called for each second without any."""
-        if self._silent is None:
-            return self.socket.recv(_CHUNK_BYTES)
         until_s = time.monotonic() + self._timeout_s
-        try:
-            while True:
-                self.socket.settimeout(_SILENT_S)
-                try:
-                    return self.socket.recv(_CHUNK_BYTES)
-                except TimeoutError:
-                    if time.monotonic() > until_s:
-                        raise
+        while True:
+            try:
+                return self.socket.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise TimeoutError from None
+                if self._silent is not None:
                     self._silent()
-        finally:
-            self.socket.settimeout(self._timeout_s)
 
     def _read(self) -> Any:
         while (reply := self.reader.gets()) is False:
@@ -179,18 +182,16 @@ class RedisClient:
         """Run a script by its hash; the server is taught it when it does not know it."""
         command = ("EVALSHA", script.sha, 1, key, *args)
         reply = self._exchange([command])[0]
-        if isinstance(reply, hiredis.ReplyError):
-            if str(reply).startswith("NOSCRIPT"):
-                self.call("SCRIPT", "LOAD", script.body)
-                return self.call(*command)
-            raise ReplyError(str(reply))
-        return reply
+        if _is_unknown(reply):
+            self.call("SCRIPT", "LOAD", script.body)
+            return self.call(*command)
+        return _checked(reply)
 
     def run_many(self, script: Script, key: str, calls: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Run a script once for each tuple of arguments, in one round trip; refusals come back as values."""
         commands = [("EVALSHA", script.sha, 1, key, *args) for args in calls]
         replies = self._exchange(commands)
-        if unknown := [at for at, reply in enumerate(replies) if str(reply).startswith("NOSCRIPT")]:
+        if unknown := [at for at, reply in enumerate(replies) if _is_unknown(reply)]:
             self.call("SCRIPT", "LOAD", script.body)
             for at, reply in zip(unknown, self._exchange([commands[at] for at in unknown]), strict=True):
                 replies[at] = reply
@@ -245,6 +246,11 @@ class RedisClient:
         return RegistryUnavailable(
             f"tensor registry at {self.address.url}: {why}", hint="rota doctor, or rota tensors recover"
         )
+
+
+def _is_unknown(reply: Any) -> bool:
+    """True when the server was not taught the script that it should run."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
 
 
 def _checked(reply: Any) -> Any:

@@ -25,7 +25,7 @@ from rota.tensors import errors
 from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.errors import failpoint
-from rota.tensors.generation import GenerationTable, Place
+from rota.tensors.generation import GenerationTable
 from rota.tensors.locks import ClientFile, fence
 from rota.tensors.registry import PartBlock
 from rota.tensors.ring import is_memory
@@ -100,19 +100,19 @@ class Leases:
             with self._lock:
                 self._getting.discard(seq)
 
-    def hold_shown(self, slot: int, place: Place, table: GenerationTable, *, sealed: bool) -> list[HeldBlock] | None:
+    def hold_shown(
+        self, slot: int, block: PartBlock, table: GenerationTable, *, sealed: bool
+    ) -> list[HeldBlock] | None:
         """Holders of the version that a slot shows, without the registry; None when the slot does not show it any more.
 
         The note comes first, then the look at the slot again: who frees the block takes the version from the slot
         before it looks for notes, so one of the two sees the other.
         """
-        version, number, offset, size = place
-        block = PartBlock(version=version, seg=f"seg-{size}-{number}", offset=offset, bytes=size)
         with self._lock:
-            lease = self._table.get(version)
+            lease = self._table.get(block.version)
             if lease is not None:  # noted before, and so still there whatever the slot shows, also half of a new place
                 return self._open(lease, sealed)
-            return self._hold_noted(block, sealed, lambda: table.current(slot) == version)
+            return self._hold_noted(block, sealed, lambda: table.current(slot) == block.version)
 
     def hold_own(self, block: PartBlock) -> list[HeldBlock]:
         """Holders of a version that this process is writing, and that the registry keeps meanwhile."""

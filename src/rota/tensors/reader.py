@@ -213,10 +213,9 @@ class TensorReader:
         space, version = self._space, self._space.table.current(slot)
         if not version or selector[:1] in ("v", "s") or (place := space.table.place(slot, version)) is None:
             return None
-        held = space.leases.hold_shown(slot, place, space.table, sealed=sealed)
-        if held is None:
-            return None
         block = PartBlock(version=version, seg=f"seg-{place[3]}-{place[1]}", offset=place[2], bytes=place[3])
+        if (held := space.leases.hold_shown(slot, block, space.table, sealed=sealed)) is None:
+            return None
         header = _header(block, held[0])
         if header.name != name:
             self._slots.pop(name, None)

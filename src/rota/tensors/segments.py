@@ -126,6 +126,7 @@ _NONE_KEPT: Final = (0,) * KEPT_MAX
 _FIXED: Final = struct.Struct("<8sIHHQIIqHHIQQIQQ32sH")
 _STATE: Final = struct.Struct("<IB3xQ8Q")
 _CRC_AT: Final = 8
+_CRC_BEFORE: Final = zlib.crc32(MAGIC + bytes(4))
 STATE_AT: Final = 384
 
 
@@ -170,14 +171,12 @@ class BlockHeader:
     @staticmethod
     def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> BlockHeader:
         """Read a header; unless ``settled`` without state, head and kept. Raises Corrupt, naming the field."""
-        data = bytearray(raw[:STATE_AT])
-        if len(data) < STATE_AT or bytes(data[:8]) != MAGIC:
+        data = bytes(raw[:STATE_AT])
+        if len(data) < STATE_AT or data[:8] != MAGIC:
             raise errors.Corrupt(f"{where}: no tensor header", file=where, field="magic")
-        (crc,) = struct.unpack_from("<I", data, _CRC_AT)
-        data[_CRC_AT : _CRC_AT + 4] = b"\0\0\0\0"
-        if zlib.crc32(data) != crc:
-            raise errors.Corrupt(f"{where}: the header's checksum does not match", file=where, field="crc32")
         found = _FIXED.unpack_from(data)
+        if zlib.crc32(data[_CRC_AT + 4 :], _CRC_BEFORE) != found[1]:
+            raise errors.Corrupt(f"{where}: the header's checksum does not match", file=where, field="crc32")
         if found[2] != FORMAT:
             raise errors.Corrupt(f"{where}: header format {found[2]}, this is {FORMAT}", file=where, field="format")
         state, head, kept = _unpack_state(raw, where) if settled else (0, 0, ())
@@ -185,7 +184,7 @@ class BlockHeader:
             state=state, head=head, kept=kept, group=bool(found[3]), version=found[4], slot=found[5], epoch=found[6],
             step=found[7], part=found[8], world=found[9], manifest_bytes=found[10], offset=found[11], bytes=found[12],
             payload_crc=found[13], block=found[14], ctime_ns=found[15], owner=found[16].rstrip(b"\0").decode(),
-            name=bytes(data[_FIXED.size : _FIXED.size + found[17]]).decode(),
+            name=data[_FIXED.size : _FIXED.size + found[17]].decode(),
         )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ class _Connection:
         try:
             self.socket.sendall(b"".join(packed))
         except BlockingIOError:
-            raise TimeoutError from None
+            raise TimeoutError("timed out") from None
         return [self._read() for _ in commands]
 
     def _receive(self) -> bytes:
@@ -126,7 +126,7 @@ class _Connection:
                 return self.socket.recv(_CHUNK_BYTES)
             except BlockingIOError:
                 if time.monotonic() > until_s:
-                    raise TimeoutError from None
+                    raise TimeoutError("timed out") from None
                 if self._silent is not None:
                     self._silent()
 

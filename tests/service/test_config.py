@@ -46,6 +46,12 @@ def test_stores_are_a_table_of_the_file_or_a_text(tmp_path: Path) -> None:
     assert load_settings({"home": str(tmp_path), "stores": settings.stores}, {}).stores == settings.stores
 
 
+def test_settings_of_several_names_may_be_lists_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('device_families = ["a.b:C", "d:E"]\nwebhook_hosts = ["in.side", "other"]\n')
+    settings = load_settings({"home": str(tmp_path)}, environ={})
+    assert (settings.device_families, settings.webhook_hosts) == ("a.b:C d:E", "in.side,other")
+
+
 def test_flags_that_were_not_given_do_not_count(tmp_path: Path) -> None:
     settings = load_settings({"home": str(tmp_path), "port": None, "host": ""}, {"ROTA_PORT": "9"})
     assert (settings.port, settings.host) == (9, "127.0.0.1")
@@ -81,6 +87,8 @@ def test_a_wrong_setting_is_named_with_its_value_and_origin(
         ("poll_s = -1", "poll_s=-1 (from {file}) is below 0"),
         ("host = 5", "host=5 (from {file}) is not a text"),
         ("log_level = 'LOUD'", "log_level=LOUD (from {file}) is not a level of logging"),
+        ("device_families = ['a.b']", "device_families=a.b (from {file}) has 'a.b', which is not MODULE:CLASS"),
+        ("device_families = [1]", "device_families=[1] (from {file}) is not a list of texts"),
         ("[stores]\ndata = '/mnt/x'", "stores=data=/mnt/x (from {file}) has 'data=/mnt/x', which is not NAME=URL"),
         ("stores = 'a:b=s3://x'", "has 'a:b=s3://x', which is not NAME=URL"),
         ("pretend = '3by4'", "pretend=3by4 (from {file}) is not a cluster"),
@@ -92,4 +100,6 @@ def test_a_wrong_value_in_the_file_names_file_key_and_remedy(tmp_path: Path, lin
     with pytest.raises(BadInput) as caught:
         load_settings({}, {"ROTA_HOME": str(tmp_path)})
     assert said.format(file=file) in str(caught.value)
-    assert caught.value.hint.startswith(("change or remove", "write ", "[stores]"))
+    assert caught.value.hint.startswith(
+        ("change or remove", "write ", "[stores]", "in config.toml: device_families = [")
+    )

@@ -63,12 +63,12 @@ class Settings:
     cool_down_s: Annotated[float, "Seconds before a job that had to make room for another is tried again."] = 0.0
     log_level: Annotated[str, "What the service logs: DEBUG, INFO, WARNING or ERROR."] = "INFO"
     webhook_hosts: Annotated[
-        str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
+        str, "Hosts inside that webhooks may go to, with commas between, in the file a list; others must be outside."
     ] = ""
     poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
     stores: Annotated[str, "Named URLs, `NAME=URL` with spaces between: `data: NAME:/path`. In the file a table."] = ""
     device_families: Annotated[
-        str, "Families of devices beside the built-in ones, `MODULE:CLASS` with spaces between."
+        str, "Families of devices beside the built-in ones, `MODULE:CLASS` with spaces between. In the file a list."
     ] = ""
     logs_kept_days: Annotated[float, "Days that logs of a job are kept after its end. 0: for ever."] = 0.0
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -110,6 +110,8 @@ def masked_url(url: str) -> str:
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
 _NUMBERS = {"port": int, "spares": int, "cool_down_s": float, "poll_s": float, "logs_kept_days": float}
+_LISTS = {"webhook_hosts": ",", "device_families": " "}
+"""Settings that may be a list in the file, and what is between the parts of one that is a text."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FILE = "config.toml"
 NO_PRETEND = "none"
@@ -160,7 +162,8 @@ class _Given:
         value, kind = self.values[name], _NUMBERS.get(name, str)
         if kind is str:
             if not isinstance(value, str):
-                raise self.wrong(name, "is not a text", f'write {name} = "{value}"')
+                what = ("a list of texts", '["...", "..."]') if name in _LISTS else ("a text", f'"{value}"')
+                raise self.wrong(name, f"is not {what[0]}", f"write {name} = {what[1]}")
             return value
         try:
             number = kind(value)
@@ -191,6 +194,9 @@ def _read_file(path: Path) -> dict[str, object]:
             raise BadInput(f"{path}: unknown setting {name!r}", hint=f"settings: {', '.join(_NAMES)}")
     if isinstance(stores := found.get("stores"), dict):
         found["stores"] = " ".join(f"{name}={url}" for name, url in stores.items())
+    for name, between in _LISTS.items():
+        if isinstance(listed := found.get(name), list) and all(isinstance(one, str) for one in listed):
+            found[name] = between.join(listed)
     return found
 
 
@@ -226,7 +232,11 @@ def _checked(settings: Settings, given: _Given) -> Settings:
             raise given.wrong("stores", f"has {masked_url(one)!r}, which is not NAME=URL", hint)
     for one in settings.device_families.split():
         if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", one):
-            raise given.wrong("device_families", f"has {one!r}, which is not MODULE:CLASS")
+            raise given.wrong(
+                "device_families",
+                f"has {one!r}, which is not MODULE:CLASS",
+                'in config.toml: device_families = ["package.module:Class"]',
+            )
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

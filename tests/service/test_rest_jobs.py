@@ -159,7 +159,7 @@ def test_pages_of_a_list_neither_repeat_nor_hide_a_job_while_others_come_in(tmp_
 def test_a_list_shows_what_the_filters_ask_for(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await service.submit("labels: {team: a}\n" + HELLO)
-        await service.submit(HELLO.replace("hello", "other"))
+        await service.submit(HELLO.replace("hello", "other") + "after: [hello]\n")  # not admitted, it ends
         await service.http.post("/api/v1/jobs/other-1:stop")
         await service.until("hello-1", JobState.ADMITTED)
         await service.until_asked("hello-1")

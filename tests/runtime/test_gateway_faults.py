@@ -186,6 +186,9 @@ def test_a_named_operation_without_an_answer_says_about_what_the_engine_was_aske
     async def body() -> None:
         server = await asyncio.start_unix_server(answer_nothing, GatewayFiles(tmp_path).address)
         client = GatewayClient(tmp_path, SETTINGS)
+        await client.start()
+        async with asyncio.timeout(LIMIT_S):
+            await client._connected.wait()
         try:
             with pytest.raises(EngineUnavailable, match="m1: the gateway gave no answer to usage in time"):
                 await client.usage("m1", timeout_s=0.1)

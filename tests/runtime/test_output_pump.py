@@ -57,15 +57,23 @@ def test_lines_of_both_streams_are_stamped_and_a_last_line_without_end_is_kept(t
     assert (tmp_path / "x.log").stat().st_mode & 0o777 == 0o600
 
 
+def until_shown(log: Path, text: str) -> None:
+    clock = SystemClock()
+    ends_s = clock.monotonic_s() + WAIT_S
+    while not log.exists() or text not in log.read_text():
+        assert clock.monotonic_s() < ends_s
+        blocking_sleep(0.01)
+
+
 def test_of_a_progress_bar_the_log_has_what_a_terminal_shows(tmp_path: Path) -> None:
     pump, out, err = start_pump(tmp_path / "x.log")
     os.write(out, b"begin\r\n\r 0%|   |")  # the first state at once, the others only after a while
-    blocking_sleep(0.2)
+    until_shown(tmp_path / "x.log", " 0%|   |")
     for done in range(1, 101):
         os.write(out, b"\r%d%%|###|" % done)
     os.write(out, b" done\nend\n")
     os.write(err, b"1 of 2\r")
-    blocking_sleep(0.2)
+    until_shown(tmp_path / "x.log", "1 of 2")
     os.write(err, b"2 of 2\r")
     os.close(out)
     finish(pump, err)

@@ -235,7 +235,8 @@ def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Pat
         assert (await service.get("/status"))["parts"]["store"]["records"] == before["parts"]["store"]["records"]
         for _ in range(3):
             await service.submit("time_limit: 60s\n" + HELLO.replace("gpus: 2", "gpus: 4"))
-        await service.until("hello-2", JobState.ADMITTED)
+        for job in ("hello-1", "hello-2"):
+            await service.until(job, JobState.ADMITTED)
         body = {"source": HELLO.replace("gpus: 2", "gpus: 4")}
         full = (await service.http.post("/api/v1/jobs:plan", json=body)).json()
         assert (full["starts_now"], full["placement"]) == (False, None)

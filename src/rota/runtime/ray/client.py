@@ -505,7 +505,8 @@ class GatewayClient:
     async def _is_own(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Hear its greeting. One with other settings, as a killed service may leave behind, is ended."""
         try:
-            greeting = await asyncio.wait_for(read_message(reader), _DEAF_S)
+            async with asyncio.timeout(_DEAF_S):
+                greeting = await read_message(reader)
         except (OSError, EOFError, ValueError):
             writer.close()
             return False

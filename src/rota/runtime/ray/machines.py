@@ -215,7 +215,8 @@ async def ask_node(node_id: str, limit_s: float, task: Any, *args: object) -> An
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     asked = task.options(scheduling_strategy=here).remote(*args)
     try:
-        return await asyncio.wait_for(asked, limit_s)
+        async with asyncio.timeout(limit_s):
+            return await asked
     except (TimeoutError, RayError):
         await asyncio.to_thread(ray.cancel, asked, force=True)
         raise

@@ -201,6 +201,7 @@ async def _pair(actors: dict[str, Any], ports: dict[str, tuple[str, str, int]], 
 
 async def _answer(reference: Any, limit_s: float) -> JsonObject:
     try:
-        return await asyncio.wait_for(reference, limit_s)
+        async with asyncio.timeout(limit_s):
+            return await reference
     except (TimeoutError, RayError) as error:
         return {"error": " ".join(f"{type(error).__name__} {error}".split())[:300]}

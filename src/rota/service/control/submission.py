@@ -339,7 +339,8 @@ async def _inspect_with(python: str, spec: JobSpec, workdir: str, wanted: Mappin
     args = {role: spec.role(role).args for role in wanted}
     request = json.dumps({"workdir": workdir, "workloads": wanted, "args": args}).encode()
     try:
-        out, err = await asyncio.wait_for(child.communicate(request), INSPECT_TIMEOUT_S)
+        async with asyncio.timeout(INSPECT_TIMEOUT_S):
+            out, err = await child.communicate(request)
     except TimeoutError:
         return _unread(wanted, f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")
     finally:

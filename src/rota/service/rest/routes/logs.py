@@ -301,7 +301,8 @@ async def follow_events(
                 yield frame({}, event="end")
                 return
             try:
-                await asyncio.wait_for(loop.wait_for(loop.installation.number + 1), KEEP_ALIVE_S)
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await loop.wait_for(loop.installation.number + 1)
             except TimeoutError:
                 yield format_sse_event(comment="alive")
 

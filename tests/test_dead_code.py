@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "rota"
 TESTING = SOURCES / "testing"
 """For the tests of users."""
-USERS = [SOURCES, ROOT / "examples", ROOT / "docs", ROOT / "tests" / "proof"]
+USERS = [SOURCES, ROOT / "examples", ROOT / "docs"]
 """Who counts as a user of a function; a test alone does not."""
 
 CALLED_BY_NAME = {

@@ -16,7 +16,7 @@ from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.promises import counted_anew, leaf_use
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies import get_profile
+from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.simulate import SimJob, Simulation
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId, NodeId
@@ -227,8 +227,13 @@ def test_own_lower_work_and_what_others_borrowed_are_stopped_together(profile: s
     assert running(s) == {"urgent"}
 
 
-AGED = ("default", "fifo", "yarn", "kai", "kueue", "drf", "las", "srtf", "fgd", "bestfit", "random")
-"""Profiles with an age bound: the others keep tenants apart, or make jobs take turns."""
+APART, TURNS = "tenants do not wait for each other", "jobs take turns"
+WITHOUT_AGE = {
+    "hived": APART, "private": APART, "pool": "what the cells of hived are compared with",
+    "pool-spread": "what the cells of hived are compared with", "gandiva": TURNS, "gandiva-pack": TURNS,
+}  # fmt: skip
+"""Profiles without an age bound, and why."""
+AGED = sorted(set(PROFILES) - set(WITHOUT_AGE))
 
 
 @pytest.mark.parametrize("estimates", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (1.0, 0.1))])

@@ -18,6 +18,7 @@ import sys
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rota.runtime import cache, environ, process
@@ -131,6 +132,14 @@ def _lines(text: Iterator[str]) -> Iterator[str]:
 
 def _remove(lock: Path) -> None:
     cache.remove_folder(lock.with_suffix(""))
+
+
+def installed_version(package: str) -> str:
+    """The version of a package that this interpreter has; empty without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def python_of(folder: Path) -> Path:

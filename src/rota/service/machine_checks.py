@@ -5,10 +5,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING
 
+from rota.runtime.packages import installed_version
 from rota.service.config import rota_version
 
 if TYPE_CHECKING:
@@ -42,17 +41,10 @@ def own_versions() -> dict[str, str]:
     """Versions on this machine by package; empty for one that is not installed."""
     return {
         "python": platform.python_version(),
-        "ray": _installed("ray"),
+        "ray": installed_version("ray"),
         "rota": rota_version(),
-        "torch": _installed("torch"),
+        "torch": installed_version("torch"),
     }
-
-
-def _installed(name: str) -> str:
-    try:
-        return version_of(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def compared(name: str, version: str) -> str:

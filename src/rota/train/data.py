@@ -22,6 +22,7 @@ from rota.runtime import cache
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.process import locked
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
+from rota.spec.mixing import GOLDEN, MASK64, mix64
 from rota.train.plan.hardware import Json
 
 LOOK_S: Final = 0.05
@@ -202,9 +203,6 @@ class ShardJournal:
                 raise BadInput(f"{self._path}: not a record of a shard journal: {record}")
 
 
-_MASK = (1 << 64) - 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
     """What is dealt out: ``samples`` in shards of ``shard_size``, ``epochs`` times, in an order that ``seed`` gives.
@@ -340,11 +338,8 @@ def sample_at(position: int, samples: int, seed: int, epoch: int) -> int:
 
 
 def mix(value: int) -> int:
-    """splitmix64: 64 bits to 64 well mixed bits; the seed of a sample is ``mix(seed ^ mix(epoch ^ mix(index)))``."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+    """A step of SplitMix64; the seed of a sample is ``mix(seed ^ mix(epoch ^ mix(index)))``."""
+    return mix64((value + GOLDEN) & MASK64)
 
 
 DEFAULT_BYTES_MAX: Final = 20 * 2**30

@@ -38,7 +38,16 @@ def test_a_start_and_a_recovery_name_who_is_not_ready(driven):
     assert why(driven) == "no role is to change its size"
     lose(driven, "reward/0")
     driven.feed(next_emit(driven.ctx).event)
-    assert why(driven) == "not ready yet: reward/0"
+    assert why(driven) == "not ready yet: reward/0 (the process before has not ended)"
+    driven.settle()
+    assert why(driven) == "no role is to change its size"
+
+
+def test_what_holds_up_those_that_have_not_started_is_named(driven):
+    driven.admit(spec(service("first", 1), service("later", 2, start_after=("first",)), loop())).settle(hold="reserve")
+    assert why(driven) == "not ready yet: first/0, later/0, later/1, loop/0 (gang all is not reserved)"
+    driven.settle(hold="start/first")
+    assert why(driven) == "not ready yet: first/0; later/0, later/1 (role first has not started)"
     driven.settle()
     assert why(driven) == "no role is to change its size"
 
@@ -48,7 +57,7 @@ def test_many_who_are_not_ready_are_counted(driven):
     for rank in range(9):
         lose(driven, f"w/{rank}")
     driven.feed(next_emit(driven.ctx).event)
-    assert why(driven) == "not ready yet: w/0, w/1, w/2, w/3, w/4 and 4 more"
+    assert why(driven) == "not ready yet: w/0, w/1, w/2, w/3, w/4 and 4 more (the process before has not ended)"
 
 
 def test_a_recovery_waits_for_its_pause(driven):
@@ -60,7 +69,10 @@ def test_a_recovery_waits_for_its_pause(driven):
         driven.feed(next_emit(driven.ctx).event)
         if driven.ctx.failover.released:
             driven.settle()
-    assert why(driven) == "after a pause of 5 s they start again; not ready yet: reward/0"
+    assert (
+        why(driven)
+        == "after a pause of 5 s they start again; not ready yet: reward/0 (the process before has not ended)"
+    )
 
 
 def test_a_drained_node_waits_for_another_place_and_then_for_a_boundary(driven):
@@ -116,4 +128,4 @@ def test_the_master_is_the_last_vertex_of_what_waits_for_what(driven):
 
     assert master() == ("master", "RECOVERING", "about to write FailoverStarted")
     driven.feed(next_emit(driven.ctx).event)
-    assert master() == ("master", "RECOVERING", "not ready yet: reward/0")
+    assert master() == ("master", "RECOVERING", "not ready yet: reward/0 (the process before has not ended)")

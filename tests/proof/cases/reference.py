@@ -11,7 +11,6 @@ from itertools import combinations
 from typing import Literal
 
 from rota.cluster.core.quota import Amounts
-from rota.cluster.policies.gandiva import kinship
 from rota.spec.states import JobState
 
 Mode = Literal["exclusive", "time-slice", "queue"]
@@ -133,8 +132,8 @@ class AffinityNode:
     load: float = 0.0
 
 
-def _sizes(node: AffinityNode) -> tuple[int, ...]:
-    return () if node.affinity is None else (node.affinity,)
+def _strange(node: AffinityNode, gpus: int) -> int:
+    return 1 if node.affinity is None else 2 * (node.affinity != gpus)
 
 
 def choose_by_affinity(nodes: Sequence[AffinityNode], gpus: int) -> tuple[str | None, Mode]:
@@ -145,7 +144,7 @@ def choose_by_affinity(nodes: Sequence[AffinityNode], gpus: int) -> tuple[str | 
     """
     room = [node for node in nodes if node.free >= gpus]
     if room:
-        return min(room, key=lambda node: (kinship(_sizes(node), gpus), node.load, node.free)).name, "exclusive"
+        return min(room, key=lambda node: (_strange(node, gpus), node.load, node.free)).name, "exclusive"
     shared = [node for node in nodes if node.affinity == gpus and node.suspendable]
     if shared:
         return min(shared, key=lambda node: node.load).name, "time-slice"

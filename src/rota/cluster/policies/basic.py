@@ -21,6 +21,7 @@ from rota.cluster.core.profile import Placer, Profile, QueueOrder, Rank, Victim
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
+from rota.spec.mixing import GOLDEN, mix64
 from rota.spec.reasons import Reason
 from rota.spec.resources import counted
 
@@ -92,11 +93,8 @@ def fifo() -> Profile:
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number spread over all 64 bits, as it is on every machine. Source: SplitMix64 (Steele et al., OOPSLA'14)."""
-    z = numbers * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """What SplitMix64 gives at each of these steps from 0."""
+    return mix64(numbers * np.uint64(GOLDEN))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -78,7 +78,7 @@ class SizeBook:
             txn.add(self.all, held.node, sign)
 
     def kinship(self, nodes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
-        """``kinship`` of each of these nodes to a job of this size."""
+        """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others alone."""
         same = self.nodes.get(size)
         strange = np.where(self.all[nodes] > 0, 2, 1).astype(np.int64)
         return strange if same is None else np.where(same[nodes] > 0, 0, strange)
@@ -381,11 +381,6 @@ def gandiva(round_s: float = ROUND_S, pack_gain: float | None = None) -> Profile
 def gandiva_pack() -> Profile:
     """The same, with two jobs on the same devices while both together gain by it."""
     return gandiva(pack_gain=PACK_GAIN)
-
-
-def kinship(sizes: Collection[int], gpus: int) -> int:
-    """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others."""
-    return 0 if gpus in sizes else 2 if sizes else 1
 
 
 def potential(free: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ nothing of that name exists or can still come into being. ``Emit`` goes before e
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from rota.job.core import migration, resize, shutdown, survival
 from rota.job.core.context import (
@@ -180,8 +180,13 @@ def _progress(ctx: JobContext, failover: Failover) -> Generator[Emit, None, str]
 
 def _not_ready(ctx: JobContext, members: Iterable[InstanceId]) -> str:
     """Who of some members is waited for, in words; empty when all are ready."""
-    waits = [str(one) for one in members if not ctx.instances[one].settled]
-    return f"not ready yet: {first_of(waits, NAMED_MAX)}" if waits else ""
+    have, ready_roles, by_reason = reserved(ctx), dict[RoleName, bool](), dict[str, list[str]]()
+    for one in (ctx.instances[member] for member in members):
+        if not one.settled:
+            why = _held_up(ctx, one, have, ready_roles) if one.state is InstanceState.PLANNED else ""
+            by_reason.setdefault(f" ({why})" if why else "", []).append(str(one.id))
+    said = "; ".join(f"{first_of(names, NAMED_MAX)}{why}" for why, names in by_reason.items())
+    return f"not ready yet: {said}" if said else ""
 
 
 def _end(ctx: JobContext, ending: Ending) -> Emit:
@@ -191,12 +196,8 @@ def _end(ctx: JobContext, ending: Ending) -> Emit:
     reason, text = ending.reason, "; ".join(filter(None, (ending.text, ctx.upload_error)))
     if ctx.upload_error and reason is Reason.COMPLETED:
         reason = Reason.OUTPUT_UNREACHABLE
-    try:
-        state = final_state(reason)
-    except KeyError:
-        state = JobState.CANCELLED if ending.role is None else JobState.FAILED
     ended = JobEnded(
-        state=state,
+        state=final_state(reason),
         reason=reason,
         text=text,
         role=ending.role,
@@ -288,31 +289,35 @@ def role_started(ctx: JobContext, role: RoleName) -> bool:
 
 def _start(ctx: JobContext) -> JobContext:
     """Planned instances start once their gang exists, their old processes are gone and what they wait for is ready."""
-    have = reserved(ctx)
-    open_one = ctx.failover
-    held = open_one.scope if open_one and not open_one.released else ()
-    ready_roles: dict[RoleName, bool] = {}
-
-    def may_start(one: InstanceRecord) -> bool:
-        if one.state is not InstanceState.PLANNED or one.terminating or one.id in held or ctx.rollback_to is not None:
-            return False
-        if one.excluded or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
-            return False
-        if waits_for_answers(ctx, one.id.role):
-            return False
-        for role in ctx.plan.starts_after.get(one.id.role, ()):
-            if role not in ready_roles:
-                ready_roles[role] = role_started(ctx, role)
-            if not ready_roles[role]:
-                return False
-        return True
-
+    have, ready_roles = reserved(ctx), dict[RoleName, bool]()
     starting = [
         moved(one, InstanceState.STARTING, process=Process(epoch=one.epoch))
         for one in ctx.instances.values()
-        if may_start(one)
+        if one.state is InstanceState.PLANNED and not _held_up(ctx, one, have, ready_roles)
     ]
     return ctx.with_instances(starting) if starting else ctx
+
+
+def _held_up(ctx: JobContext, one: InstanceRecord, have: Mapping[str, Epoch], ready_roles: dict[RoleName, bool]) -> str:
+    """Why a planned instance does not start now; empty when it does. ``ready_roles`` keeps what is worked out."""
+    if one.terminating:
+        return "the process before has not ended"
+    if ctx.failover and not ctx.failover.released and one.id in ctx.failover.scope:
+        return "after the pause"
+    if ctx.rollback_to is not None:
+        return f"the job goes back to commit {ctx.rollback_to} first"
+    if one.excluded or one.id not in ctx.bound:
+        return "without a place"
+    if (gang := ctx.bundle(one.id)[0]) not in have:
+        return f"gang {gang} is not reserved"
+    if waits_for_answers(ctx, one.id.role):
+        return "the world may still be granted more members"
+    for role in ctx.plan.starts_after.get(one.id.role, ()):
+        if role not in ready_roles:
+            ready_roles[role] = role_started(ctx, role)
+        if not ready_roles[role]:
+            return f"role {role} has not started"
+    return ""
 
 
 def _run(ctx: JobContext) -> JobContext:

@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ray
@@ -23,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.runtime.handshake import AttemptGuard, client_handshake_blocking, server_handshake_blocking
+from rota.runtime.packages import installed_version
 from rota.spec.codec import JsonObject
 from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
 
@@ -52,7 +52,7 @@ class Checker:
 
     def facts(self) -> JsonObject:
         """Host name, address and port of this machine, and versions."""
-        found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+        found = {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
         port = self._server.getsockname()[1]
         return {"host_name": socket.gethostname(), "address": self._host, "versions": found, "port": port}
 
@@ -138,13 +138,6 @@ def _resolves(name: str, address: str) -> bool:
         return address in {row[4][0] for row in socket.getaddrinfo(name, None)}
     except OSError:
         return False
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def pairs_of(nodes: Sequence[str]) -> list[tuple[str, str]]:

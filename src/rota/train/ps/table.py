@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.spec.errors import BadInput, RotaError
+from rota.spec.mixing import GOLDEN, mix64
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -24,7 +25,6 @@ State: TypeAlias = "dict[str, Any]"
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array whose dtype is that which was sent."""
 _GROW: Final = 1024
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class TableFull(RotaError):
@@ -235,23 +235,13 @@ class ParameterTable:
 def first_rows(spec: TableSpec, ids: Ids) -> Floats:
     """First values [N, dim] of rows: the same on any server at any time.
 
-    Uniform numbers by splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of
-    (seed and name, id, column).
+    Uniform numbers by SplitMix64 of (seed and name, id, column).
     """
     start = np.uint64((zlib.crc32(spec.name.encode()) << 32 | (spec.seed & 0xFFFFFFFF)) & (2**64 - 1))
-    with np.errstate(over="ignore"):
-        of_row = mix64(ids.astype(np.uint64) + start)
-        of_cell = mix64(of_row[:, None] + _GOLDEN * np.arange(1, spec.dim + 1, dtype=np.uint64))
+    of_row = mix64(ids.astype(np.uint64) + start)
+    of_cell = mix64(of_row[:, None] + np.uint64(GOLDEN) * np.arange(1, spec.dim + 1, dtype=np.uint64))
     uniform = (of_cell >> np.uint64(40)).astype(np.float32) / 2**23 - 1
     return uniform.astype(np.float32) * np.float32(spec.scale)
-
-
-def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: 64 bits to 64 well mixed bits."""
-    with np.errstate(over="ignore"):
-        value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return value ^ value >> np.uint64(31)
 
 
 VIRTUAL_SHARDS: Final = 256
@@ -259,7 +249,7 @@ VIRTUAL_SHARDS: Final = 256
 
 def owners(ids: Ids, servers: int) -> NDArray[np.int64]:
     """The server of each id: hash to 256 virtual shards, dealt in ranges, so that a new server moves whole ones."""
-    shard = (mix64(ids.astype(np.uint64) + _GOLDEN) % np.uint64(VIRTUAL_SHARDS)).astype(np.int64)
+    shard = (mix64(ids.astype(np.uint64) + np.uint64(GOLDEN)) % np.uint64(VIRTUAL_SHARDS)).astype(np.int64)
     return shard * servers // VIRTUAL_SHARDS
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rota.cluster.core import admission, events, explain
-from rota.cluster.core.choice import choices_of
+from rota.cluster.core.choice import choices_of, find_better_split
 from rota.cluster.core.grants import (
     Place,
     ask_of_gang,
@@ -65,8 +65,8 @@ from rota.spec.resources import FAILOVER, LOST_BY, Health, Node
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
-STOPS_OF_SERVICE = frozenset({Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED})
-"""Reasons of stops that a user or the service asks for, and the scheduler does not decide."""
+STOPS_OF_SERVICE = frozenset({Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED, Reason.RESIZED})
+"""Reasons of stops that make room for no other job."""
 IDLE_WAIT_S_MAX = 1.0
 """Maximum time that work of another thread is held back; decisions are far shorter."""
 
@@ -281,8 +281,7 @@ class Scheduler:
                 pass
 
     def _learn(self, job: JobId, known: _Known, at: float) -> None:
-        known = replace(known, requests=self._requests_of(known.spec))
-        self._jobs[job] = known
+        known = self._jobs[job] = replace(known, requests=self._requests_of(known.spec))
         if known.queued:
             ask = self._ask_of(job, known.spec, known.user, known.queued_at)
             self._happened(events.JobArrived(ask=ask), at)
@@ -620,6 +619,8 @@ class Scheduler:
                         f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
                     )
         events += moves_of(self.state, self._drains, self._asked_to_leave)
+        if not events and (row := find_better_split(self.state, self.profile, now)) is not None:
+            events.append((row.ask.id, PreemptAsked(reason=Reason.RESIZED, grace_s=row.ask.grace_s)))
         return SchedulingOutcome(
             events=tuple(events),
             wake_at=min(wake, default=None),

@@ -443,11 +443,20 @@ def read(path: Path) -> object:
 
 
 def restored(
-    plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int, *, source: tuple[str, int] = ("", 0)
+    plane: Plane,
+    root: Path,
+    job: JobId,
+    instance: InstanceId,
+    n: int,
+    *,
+    source: tuple[str, int] = ("", 0),
+    twin: InstanceId | None = None,
 ) -> object:
     """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it.
 
     ``source`` is the machine whose memory has it, and the epoch of it there; else it is the own one.
+
+    ``twin`` is another instance with the same state, for one that was not there at that commit.
 
     What lies in memory since before a rollback has the number of a later commit, but an older epoch: then the file.
     """
@@ -457,9 +466,11 @@ def restored(
     try:
         return load(plane, job, instance, n, source)
     except StateLost:
-        if path is None:
+        if path is not None:
+            return read(path)
+        if twin is None or twin == instance:
             raise
-        return read(path)
+        return restored(plane, root, job, twin, n)
 
 
 def _epoch_of(path: Path) -> int:

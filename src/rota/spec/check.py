@@ -286,18 +286,30 @@ def _check_workload(at: Path, role: RoleSpec) -> Iterator[Finding]:
 
 def _check_plan(at: Path, role: RoleSpec) -> Iterator[Finding]:
     auto = role.plan == AUTO_PLAN
-    if role.plan is not None and not role.torchrun:
+    if auto and role.workload is not None:
+        yield from _check_split(at, role)
+    elif role.plan is not None and not role.torchrun:
         message, hint = "a plan is for the ranks that torchrun starts", "for example run: torchrun train.py"
         yield Finding(path=(*at, "plan"), message=message, hint=hint, code="CONTRADICTION")
     elif role.plan is not None and role.mesh:
         hint = "leave the mesh out: the plan gives it"
         yield Finding(path=(*at, "mesh"), message="there is a plan, too", hint=hint, code="CONTRADICTION")
-    if auto and role.model is None:
+    if auto and role.model is None and role.workload is None:
         hint = "add model: {layers: ..., hidden: ..., heads: ..., seq: ..., vocab: ..., batch: ...}"
         yield Finding(path=(*at, "plan"), message="auto needs 'model'", hint=hint, code="MISSING")
     elif role.model is not None and not auto:
         hint = "say plan: auto, or leave it out"
         yield Finding(path=(*at, "model"), message="it is for 'plan: auto' only", hint=hint, code="CONTRADICTION")
+
+
+def _check_split(at: Path, role: RoleSpec) -> Iterator[Finding]:
+    """A class whose size is chosen: its members are copies along one axis, so that one more takes over their state."""
+    if len(role.mesh) != 1 or role.elastic_axis is None or role.replicas_max == role.replicas_min:
+        message, hint = "auto needs a range of members along one axis", 'mesh: {dp: "*"}, replicas: {min: 1, max: 4}'
+        yield Finding(path=(*at, "plan"), message=message, hint=hint, code="CONTRADICTION")
+    if role.model is not None:
+        message, hint = "a class has no plan of its layers: its time is measured", "leave model out"
+        yield Finding(path=(*at, "model"), message=message, hint=hint, code="CONTRADICTION")
 
 
 def _check_mesh(at: Path, role: RoleSpec) -> Iterator[Finding]:

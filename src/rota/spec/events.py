@@ -351,6 +351,8 @@ class Committed(JobEvent):
     versions: dict[str, int] = field(default_factory=dict[str, int])
     metrics: JsonObject = field(default_factory=JsonObject)
     cursor: JsonObject = field(default_factory=JsonObject)
+    waited: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds since the commit before in which the loop waited for calls of each role, in a job with a split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

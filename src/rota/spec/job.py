@@ -216,6 +216,11 @@ class RoleSpec:
         return self.interface.has_state or any(op.retry == "commit" for op in self.interface.ops)
 
     @property
+    def splits(self) -> bool:
+        """True for a class whose number of members the scheduler chooses at each start, beside that of other roles."""
+        return self.plan == AUTO_PLAN and self.workload is not None
+
+    @property
     def serves(self) -> bool:
         """True when each member answers calls by itself and any of them can take the place of another."""
         return self.interface is not None and self.interface.kind == "class" and not (self.meshed or self.stateful)
@@ -451,7 +456,13 @@ def started_spec(spec: JobSpec, starts: tuple[RoleStart, ...]) -> JobSpec:
     by_role = {one.role: one for one in starts}
     if all(role.start == by_role.get(role.name) for role in spec.roles):
         return spec
-    return replace(spec, roles=tuple(replace(role, start=by_role.get(role.name)) for role in spec.roles))
+    return replace(spec, roles=tuple(_started(role, by_role.get(role.name)) for role in spec.roles))
+
+
+def _started(role: RoleSpec, start: RoleStart | None) -> RoleSpec:
+    """A class has the mesh of its present members; the ranks of a command find theirs by themselves."""
+    mesh = ((role.elastic_axis or "", (start.replicas if start else role.replicas_min)),) if role.splits else role.mesh
+    return replace(role, start=start, mesh=mesh)
 
 
 def changed_spec(spec: JobSpec, changes: JsonObject) -> JobSpec:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 import numpy as np
 
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Shape, Slot, Wait, compile_shape
 from rota.cluster.core.profile import Objective, Profile
 from rota.cluster.core.promises import UNCOVERED, promise_level
+from rota.cluster.core.splits import is_measured, sizes_of, step_of, timed
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.gang import GangRequest
@@ -43,6 +45,8 @@ def choices_of(spec: JobSpec, requests_of: Callable[[JobSpec], tuple[GangRequest
     A step of a job is over when the slowest of its roles is. Of more than ``CHOICES_MAX`` those of least time stay.
     Empty where no role has several sizes or types with a predicted time.
     """
+    if any(role.splits for role in spec.roles):
+        return _splits_of(spec, requests_of)
     planned = [role for role in spec.roles if role.plans and all(one.step_s for one in role.plans)]
     options = [[_step_of(role, one, kind) for one in role.plans for kind in _kinds_of(role, one)] for role in planned]
     if not any(len(found) > 1 for found in options):
@@ -58,6 +62,35 @@ def choices_of(spec: JobSpec, requests_of: Callable[[JobSpec], tuple[GangRequest
         )
         for one in dict.fromkeys((base, *rest))
         for starts in (tuple(start for start, _ in one),)
+    )
+
+
+def split_roles(spec: JobSpec) -> list[RoleSpec]:
+    """The roles between which the scheduler splits devices: classes with ``plan: auto``, and ranges of what serves."""
+    splits = any(role.splits for role in spec.roles)
+    return [role for role in spec.roles if role.splits or (splits and role.serves and role.resizes)]
+
+
+def splits_count(spec: JobSpec) -> int:
+    """How many splits there are between the roles of a job."""
+    return prod(role.replicas_max - role.replicas_min + 1 for role in split_roles(spec))
+
+
+def _splits_of(spec: JobSpec, requests_of: Callable[[JobSpec], tuple[GangRequest, ...]]) -> tuple[Choice, ...]:
+    """A choice for each split, the fewest first; until it is measured each role counts as an equal part of a step."""
+    roles = split_roles(spec)
+    options = [
+        [RoleStart(role=role.name, replicas=n) for n in range(role.replicas_min, role.replicas_max + 1)]
+        for role in roles
+    ]
+    return tuple(
+        Choice(
+            shape=compile_shape(requests_of(started_spec(spec, starts))),
+            step_s=sum(role.replicas_min / one.replicas for role, one in zip(roles, starts)) / len(roles),
+            starts=starts,
+            basis="assumed",
+        )
+        for starts in product(*options)
     )
 
 
@@ -153,7 +186,7 @@ def ranked(
     if objective == "finish":
         able = [one for one in able if not wastes(one, choices)]
 
-    typed = any(_sizes(one) == _sizes(choices[0]) for one in choices[1:])
+    typed = any(sizes_of(one) == sizes_of(choices[0]) for one in choices[1:])
 
     def value(one: Choice) -> tuple[float, float, float]:
         by_time = (one.step_s * (1 + delay(one)), cost_of(one)) if objective == "finish" else (cost_of(one), one.step_s)
@@ -178,6 +211,7 @@ def choose(
     """
     if not row.ask.choices:
         return Chosen(None, held)
+    row = timed(row)
     first, share = row.ask.choices[0], share_of_free(state, row, now)
     order, level = ranked(row.ask.choices, profile.objective, share, delays(state, row)), promise_level(state, row)
     without_room = list[Choice]()
@@ -207,24 +241,22 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
     job = state.jobs.get(row.ask.part_of) if row.ask.part_of is not None and row.ask.spare else None
     if job is None or not job.ask.choices or row.ask.failover:
         return None
-    for key, line in state.lines.items():
-        first = state.jobs[line[0][1]]
-        limited = first.wait is not None and first.wait.reason in LIMITED
-        if key.begins_at <= now and not first.ask.spare and not limited:
-            text = f"The job grows once no other waits; {first.ask.id} does."
-            return Wait(reason=Reason.BEHIND_IN_ORDER, text=text, fields={"behind": first.ask.id})
+    job = timed(job)
+    if (first := _first_waiting(state, now)) is not None:
+        text = f"The job grows once no other waits; {first} does."
+        return Wait(reason=Reason.BEHIND_IN_ORDER, text=text, fields={"behind": first})
     role, has = row.ask.shape.role(0), sizes_now(state, job)
     left_s = HORIZON_S if job.left_s is None else job.left_s - (now - job.started_at)
     now_s, text = step_s_of(job.ask, has), f"No larger size of {role} saves more time than the move takes."
     types, delay = _types(job.ask.chosen or job.ask.choices[0]), delays(state, job)
     now_delay = max(
-        (delay(one) for one in job.ask.choices if _types(one) == types and dict(_sizes(one)) == has), default=0.0
+        (delay(one) for one in job.ask.choices if _types(one) == types and dict(sizes_of(one)) == has), default=0.0
     )
     for choice in sorted(job.ask.choices[1:], key=lambda one: one.step_s):
-        more = dict(_sizes(choice)).get(role, 0) - has.get(role, 0)
+        more = dict(sizes_of(choice)).get(role, 0) - has.get(role, 0)
         if more < 1 or _types(choice) != types or wastes(choice, job.ask.choices):
             continue
-        if any(n > has.get(name, 0) for name, n in _sizes(choice) if name != role):
+        if any(n > has.get(name, 0) for name, n in sizes_of(choice) if name != role):
             continue
         if left_s * (1 - choice.step_s / now_s) <= GROW_S:
             continue
@@ -237,11 +269,63 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
     return Wait(reason=Reason.NO_FREE_DEVICES, text=text)
 
 
+def _first_waiting(state: State, now: float) -> JobId | None:
+    """A job that waits for devices which a running one could leave to it."""
+    for key, line in state.lines.items():
+        first = state.jobs[line[0][1]]
+        limited = first.wait is not None and first.wait.reason in LIMITED
+        if key.begins_at <= now and not first.ask.spare and not limited:
+            return first.ask.id
+    return None
+
+
+GAIN_MIN = 0.05
+"""Part of its step by which another split must be faster: less is noise."""
+
+
+def find_better_split(state: State, profile: Profile, now: float) -> LiveJob | None:
+    """A running job that should start anew with another split."""
+    split = [row for row in state.jobs.values() if row.speeds is not None and row.phase == "running"]
+    return next((row for row in split if better_split(state, profile, row.ask.id, now) is not None), None)
+
+
+def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choice | None:
+    """The split for which a running job should start anew, from its last commit; None: the present one stays.
+
+    It is the one that the job would start with on what is free and what it holds, if that saves more until its end than
+    the job took from its devices to its first commit, and no other job waits. A split is taken for as fast as the
+    waits for its roles promise until it was tried.
+    """
+    row = timed(state.jobs[job])
+    speeds = row.speeds
+    if row.phase != "running" or speeds is None or not is_measured(speeds) or _first_waiting(state, now) is not None:
+        return None
+    if speeds.attempt != row.attempt or dict(speeds.sizes) != sizes_now(state, row):
+        return None
+    now_s = step_of(speeds, speeds.sizes)
+    left_s = HORIZON_S if row.left_s is None else row.left_s - (now - row.started_at)
+    most_s = now_s * min(1 - GAIN_MIN, 1 - speeds.start_s / max(left_s, speeds.start_s))
+    if all(one.step_s > most_s for one in row.ask.choices):
+        return None
+    with state.txn() as txn:
+        for part in tuple(state.parts.get(job, ())):
+            state.drop(txn, part)
+        state.release(txn, job)
+        waiting = state.jobs[job]
+
+        def fit(other: LiveJob) -> Allocations | None:
+            return profile.placer.place(state, txn, other)
+
+        held = fit(waiting)
+        found = choose(state, profile, waiting, held, now, fit).choice if held is not None else None
+    return found if found is not None and found.step_s <= most_s else None
+
+
 def parts_of(ask: JobAsk) -> list[JobAsk]:
     """What a job that starts with a choice asks for beside it: each further instance of its larger sizes by itself."""
     chosen, parts = ask.chosen, list[JobAsk]()
     for start in chosen.starts if chosen is not None else ():
-        largest = max(dict(_sizes(one)).get(start.role, 0) for one in ask.choices)
+        largest = max(dict(sizes_of(one)).get(start.role, 0) for one in ask.choices)
         slot = next(i for i in range(len(ask.shape.slots)) if ask.shape.role(i) == start.role)
         shape = Shape(slots=(ask.shape.slots[slot],), names=(("", 0, start.role),))
         for rank in range(start.replicas, largest):
@@ -253,7 +337,7 @@ def parts_of(ask: JobAsk) -> list[JobAsk]:
 
 def sizes_now(state: State, job: LiveJob) -> dict[str, int]:
     """Instances of each role of a running job: those that it started with, and those that it was given since."""
-    has = dict(_sizes(job.ask.chosen or job.ask.choices[0]))
+    has = dict(sizes_of(job.ask.chosen or job.ask.choices[0]))
     for part in state.parts.get(job.ask.id, ()):
         held = state.jobs[part]
         for slot in range(len(held.held)):
@@ -265,14 +349,14 @@ def step_s_of(ask: JobAsk, has: Mapping[str, int]) -> float:
     """Predicted seconds a step with these instances of each role: of the best size that they hold, on its types."""
     chosen = ask.chosen or ask.choices[0]
     inside = [one for one in ask.choices if _types(one) == _types(chosen)]
-    inside = [one for one in inside if all(n <= has.get(role, 0) for role, n in _sizes(one))]
+    inside = [one for one in inside if all(n <= has.get(role, 0) for role, n in sizes_of(one))]
     return min((one.step_s for one in inside), default=chosen.step_s)
 
 
 def step_s_on(ask: JobAsk, kinds: Collection[str]) -> float:
     """Predicted seconds a step of the size that a job has on devices of these types; the slowest counts."""
     has = ask.chosen or ask.choices[0]
-    same = [one for one in ask.choices[1:] if _sizes(one) == _sizes(has) and not _types(one).isdisjoint(kinds)]
+    same = [one for one in ask.choices[1:] if sizes_of(one) == sizes_of(has) and not _types(one).isdisjoint(kinds)]
     return max((one.step_s for one in same), default=has.step_s)
 
 
@@ -282,24 +366,28 @@ def name_of(choice: Choice) -> str:
     return " and ".join(parts)
 
 
-def _sizes(choice: Choice) -> tuple[tuple[str, int], ...]:
-    return tuple((one.role, one.replicas) for one in choice.starts)
-
-
 def _types(choice: Choice) -> set[str]:
     return {one.gpu_type for one in choice.starts if one.gpu_type}
 
 
 def _why(ask: JobAsk, choice: Choice, objective: Objective, share: int, without_room: Sequence[Choice]) -> str:
     unit = "device" if ask.choices[0].shape.gpu_milli else "core"
-    text = f"{name_of(choice)}, {choice.step_s:.3g} s a step as predicted: {_BASIS[objective]} of a step"
+    text = f"{name_of(choice)}, {_step(choice)} as {choice.basis}: {_BASIS[objective]} of a step"
     text += f" with at most {counted(share // 1000, unit)}, its part of what is free"
     if without_room:
         text += f"; no room now for {', '.join(map(name_of, without_room[:3]))}"
-    typed = any(_sizes(one) == _sizes(ask.choices[0]) for one in ask.choices[1:])
+    typed = any(sizes_of(one) == sizes_of(ask.choices[0]) for one in ask.choices[1:])
     others = [one for one in ask.choices[typed:] if one is not choice and one not in without_room]
     if others:
         others.sort(key=lambda one: one.step_s)
+        if choice.basis != "predicted":
+            listed = (f"{name_of(one)} {_step(one)} ({one.basis})" for one in others)
+            return f"{text}; others: {'; '.join(listed)}."
         listed = (f"{name_of(one)} {one.step_s:.3g} s, {cost_of(one):.3g} {unit}-seconds" for one in others[:3])
         text += f". It takes {cost_of(choice):.3g} {unit}-seconds a step; others: {'; '.join(listed)}"
     return f"{text}."
+
+
+def _step(choice: Choice) -> str:
+    """How long a step takes; before anything was measured, which part of one with the fewest members."""
+    return f"{choice.step_s:.0%} of a step" if choice.basis == "assumed" else f"{choice.step_s:.3g} s a step"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from rota.cluster.core.choice import sizes_now
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Phase, Wait
 from rota.cluster.core.run_time import expected, learn, paced
+from rota.cluster.core.splits import noted
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
@@ -86,10 +89,14 @@ class JobReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSaved:
-    """A job made its progress durable; ``n`` is the number of the commit, 0 unknown."""
+    """A job made its progress durable; ``n`` is the number of the commit, 0 unknown.
+
+    ``waited`` has the seconds that it waited for each role since the one before.
+    """
 
     job: JobId
     n: int = 0
+    waited: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +258,9 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
             # A time that is over is none: else each of those that let go would wait in a line of its own.
             after = back_at if back_at > now else 0.0
             state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
-        case JobSaved(n=n) if row is not None:
-            state.put(txn, paced(row._replace(saved_at=now), n, now))
+        case JobSaved(n=n, waited=waited) if row is not None:
+            row = paced(row._replace(saved_at=now), n, now)
+            state.put(txn, noted(row, sizes_now(state, row), n, now, waited) if waited and row.ask.choices else row)
         case JobWasDown(since=since) if row is not None and row.held:
             away_s = max(0.0, now - max(since, row.started_at))
             state.put(txn, row._replace(served_s=row.served_s - away_s, done_s=row.done_s - away_s))

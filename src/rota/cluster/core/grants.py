@@ -137,7 +137,7 @@ def in_rows_of(
         if isinstance(event, DowntimePassed):
             yield events.JobWasDown(job=row, since=event.since)
         else:
-            yield events.JobSaved(job=row, n=event.n)
+            yield events.JobSaved(job=row, n=event.n, waited=event.waited if isinstance(event, Committed) else {})
 
 
 def ask_of_gang(job: JobId, spec: JobSpec, request: GangRequest, *, user: str, queued_at: float) -> JobAsk:

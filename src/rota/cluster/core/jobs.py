@@ -151,6 +151,9 @@ def _joined(slots: Sequence[Slot]) -> Slot:
     )
 
 
+Basis = Literal["predicted", "measured", "estimated", "assumed"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One of the shapes that a job may have: seconds a step as predicted (0 = unknown), and what it is in its roles."""
@@ -158,6 +161,9 @@ class Choice:
     shape: Shape
     step_s: float = 0.0
     starts: tuple[RoleStart, ...] = ()
+    basis: Basis = "predicted"
+    """What ``step_s`` is: predicted by a plan, measured with this split, estimated from what was measured with another,
+    or assumed, as a part of the step with the fewest, before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +354,27 @@ class Wait:
         return value if isinstance(value, int | float) else math.inf
 
 
+Sizes = tuple[tuple[str, int], ...]
+"""Members of each role of a split."""
+
+
+class Speeds(NamedTuple):
+    """The latest commits of a job with one split: seconds of each, and the part in which it waited for each role.
+
+    ``scales`` has the time of the calls of a role by its number of members, as measured where the job changed it; else
+    it is 1 / members. ``before`` is the split before this one, with the seconds for each role there. ``start_s`` went
+    from the devices of this attempt to its first commit, ``last`` is the newest commit and its time.
+    """
+
+    attempt: int
+    sizes: Sizes
+    last: tuple[int, float]
+    start_s: float = 0.0
+    commits: tuple[tuple[float, Mapping[str, float]], ...] = ()
+    scales: Mapping[tuple[str, int], float] = {}
+    before: tuple[Sizes, Mapping[str, float]] | None = None
+
+
 class LiveJob(NamedTuple):
     """One live job: what it asks, what it holds, why it waits. ``held`` is empty exactly while it holds nothing.
 
@@ -376,6 +403,8 @@ class LiveJob(NamedTuple):
     """The same, which one of ten exceeds."""
     reported_s: float | None = None
     """The same by its own progress, or as predicted by its plan; it goes before the others."""
+    speeds: Speeds | None = None
+    """What its commits took with its present split, where it has one."""
     pace: tuple[int, float] | None = None
     """The first commit of its present size, and when it was made."""
 

@@ -134,8 +134,8 @@ def expected(book: Mapping[Group, Taken], ask: JobAsk) -> tuple[float | None, fl
 
 def predicted_s(ask: JobAsk) -> float | None:
     """Run time of a job by the predicted step of the choice that it has; None where one of both is not known."""
-    step_s = (ask.chosen or ask.choices[0]).step_s if ask.choices else 0.0
-    return ask.steps * step_s or None
+    choice = (ask.chosen or ask.choices[0]) if ask.choices else None
+    return ask.steps * choice.step_s or None if choice is not None and choice.basis == "predicted" else None
 
 
 def paced(row: LiveJob, n: int, now: float) -> LiveJob:

@@ -238,7 +238,7 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
             *ctx.gangs,
             *(HeldGang(id=request.gang, epoch=epoch, state=GangState.RESERVING) for request in requests_of(spec)),
         ),
-        instances={one: resize.anew(ctx, ctx.instances[one], epoch) for one in graph.instances},
+        instances={one: resize.anew(ctx, was, epoch) for one, was in resize.members_of(ctx, spec, graph).items()},
     )
     return attempt.restore_point(ctx.with_placement(event.placement, ()))
 

@@ -18,8 +18,9 @@ import contextlib
 import math
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -104,6 +105,8 @@ class Flow:
         self._setup = setup
         self._pending: asyncio.Task[int] | None = None
         self._paced: dict[str, int] = {}
+        self._waited = defaultdict[str, float](float)
+        """Seconds since the last commit in which it waited for calls of each role."""
         self._cadence = CheckpointTimer.of(config.spec.checkpoint, config.clock.monotonic_s())
         self.pumps = Streams(
             config.spec,
@@ -162,7 +165,7 @@ class Flow:
         """Call an operation; see ``calls.RpcClient`` for what it raises."""
         await self.settle()
         rpc, epoch = self._config.rpc, self._epoch
-        async with self._leases.of(role):
+        async with self._leases.of(role), self._waits_for(role):
             if isinstance(op.send_rule, EachRule):
                 items = _items(op, args)
                 found = rpc.stream(role, op, items, args[1:], kwargs, loop_epoch=epoch)
@@ -171,6 +174,14 @@ class Flow:
                 return await self._send(role, op, args, kwargs)
             finally:
                 self._config.marks.touch()
+
+    @asynccontextmanager
+    async def _waits_for(self, role: RoleSpec) -> AsyncGenerator[None]:
+        began_s = self._config.clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self._waited[role.name] += self._config.clock.monotonic_s() - began_s
 
     async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         return await self._config.rpc.call(role, op, args, kwargs, loop_epoch=self._epoch)
@@ -401,6 +412,9 @@ class Flow:
             "saved": saved,
             "cut": {name: value for name, value in cut.items() if value},
         }
+        if any(role.splits for role in self._config.spec.roles):
+            kwargs["waited"] = {name: round(seconds, 6) for name, seconds in self._waited.items()}
+        self._waited.clear()
         answer: CommitDone | CommitRefused | CommitAgain
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:  # without a master for FENCE_EXIT_S this process ends itself

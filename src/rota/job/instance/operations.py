@@ -30,7 +30,7 @@ from rota.job.rpc.peers import PeerTable
 from rota.job.workload import ONE_RESULT, Marks, marks_of
 from rota.runtime.clock import Clock
 from rota.spec.errors import BadInput, CallLost
-from rota.spec.ids import Epoch
+from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import WeightsEdge
 from rota.spec.states import ReplicaState
 from rota.spec.user_code import UserCode
@@ -224,9 +224,9 @@ class ClassRunner:
             plane = await config.user.do(lambda: checkpoint.connect(config.place.job, config.id, setup.epoch))
         if setup.restore > 0 and marks.state is not None and plane is not None:
             who, root, source = (config.place.job, config.id), ctx.checkpoint_dir, (setup.source, setup.source_epoch)
-            ctx.restored = await config.user.do(
-                partial(checkpoint.restored, plane, root, *who, setup.restore, source=source)
-            )
+            twin = InstanceId(config.id.role, 0) if config.role.splits else None
+            find = partial(checkpoint.restored, plane, root, *who, setup.restore, source=source, twin=twin)
+            ctx.restored = await config.user.do(find)
         edges = [edge for edge in config.spec.weights if edge.target == config.id.role]
         replicas = Replicas(edges, config.clock)
         formed = _Formed(setup.epoch, marks, plane, await config.user.do(partial(cls, **config.role.args)), replicas)

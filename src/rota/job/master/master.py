@@ -391,11 +391,13 @@ class JobMaster:
         metrics: JsonObject,
         saved: CommitCheckpoint | None = None,
         cut: FlowCut | None = None,
+        waited: dict[str, float] | None = None,
     ) -> CommitDone | CommitRefused | CommitAgain:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
         says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to continue from it.
+        ``waited`` has the seconds of the loop by role.
         """
         await self._loaded.wait()  # what it adds to is what the log says, which a master that just came does not know
         if not self._has(n, loop_epoch):
@@ -405,7 +407,9 @@ class JobMaster:
             cursor = cursor_with(self.ctx.cursor, n, versions, cut)
             published = dict.fromkeys(versions, n)
             epoch = Epoch(loop_epoch)
-            event = Committed(n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor)
+            event = Committed(
+                n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor, waited=waited or {}
+            )
             self._inbox.add(AppendRequest(event, done))
             try:
                 await done

@@ -53,7 +53,7 @@ class _Limit:
 
 
 def _with_plan(role: RoleSpec, workdir: str, limit: _Limit, there: PlannedDevices) -> RoleSpec:
-    if role.plan is None:
+    if role.plan is None or role.splits:
         return replace(role, plans=()) if role.plans else role
     try:
         plans = _searched(role, workdir, limit, there) if role.plan == AUTO_PLAN else (_read(role, workdir),)

@@ -305,10 +305,14 @@ def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choi
     now_s = step_of(speeds, speeds.sizes)
     left_s = HORIZON_S if row.left_s is None else row.left_s - (now - row.started_at)
     most_s = now_s * min(1 - GAIN_MIN, 1 - speeds.start_s / max(left_s, speeds.start_s))
-    if all(one.step_s > most_s for one in row.ask.choices):
+    parts, cores = tuple(state.parts.get(job, ())), not row.ask.choices[0].shape.gpu_milli
+    free = int(state.cpu[state.usable].sum()) if cores else int(state.free[state.usable].sum()) * 1000
+    has = [slot for one in (row, *(state.jobs[part] for part in parts)) for slot in one.held]
+    room = free + sum(slot.cpu_milli if cores else len(slot.devices) * 1000 for slot in has)
+    if all(one.step_s > most_s or amount_of(one.shape) > room for one in row.ask.choices):
         return None
     with state.txn() as txn:
-        for part in tuple(state.parts.get(job, ())):
+        for part in parts:
             state.drop(txn, part)
         state.release(txn, job)
         waiting = state.jobs[job]

@@ -1,0 +1,193 @@
+"""A job with a trainer and rollouts: which split of the devices it gets, what is measured of it, and when it changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from rota.cluster.core.choice import choices_of
+from rota.cluster.core.splits import WINDOW, sizes_of
+from rota.cluster.live import Scheduler
+from rota.cluster.policies import get_profile
+from rota.job.core.placement import requests_of
+from rota.spec.dispatch import OpSpec
+from rota.spec.events import (
+    Committed,
+    Event,
+    JobAdmitted,
+    JobQueued,
+    JobRequeued,
+    JobSubmitted,
+    NodeJoined,
+    NodeLost,
+    PreemptAsked,
+    Record,
+)
+from rota.spec.ids import Epoch, JobId, NodeId, RoleName
+from rota.spec.job import Interface, JobSpec, RoleSpec, started_spec
+from rota.spec.reasons import Reason
+from rota.spec.resources import Node, Res
+
+JOB = JobId("rl")
+START_S = 20.0
+"""From the devices to the first commit."""
+Split = tuple[int, ...]
+Truth = Callable[[Split], tuple[float, Mapping[str, float]]]
+"""Seconds of a step with this many actors and rollouts, and of the waits of the loop for both."""
+
+
+def spec_of(most: int = 3, least: int = 1) -> JobSpec:
+    """An actor whose members are copies along ``dp``, and rollouts that come and go; a core each."""
+    actor = Interface(kind="class", ops=(OpSpec(name="fit", send="Shard(dp)", recv="Mean", retry="commit"),))
+    rollout = Interface(kind="class", ops=(OpSpec(name="generate", send="Each", recv="Concat"),))
+    sizes = {"replicas_min": least, "replicas_max": most, "res": Res(cpus=1)}
+    mesh = {"mesh": (("dp", least),), "elastic_axis": "dp", "plan": "auto"}
+    return JobSpec(
+        name="rl",
+        roles=(
+            RoleSpec(name=RoleName("actor"), workload="m:A", interface=replace(actor, has_state=True), **sizes, **mesh),
+            RoleSpec(name=RoleName("rollout"), workload="m:R", interface=rollout, **sizes),
+        ),
+    )
+
+
+class Played:
+    """The job under the live scheduler; it commits as fast as ``truth`` says, and starts anew when it is asked to."""
+
+    def __init__(self, truth: Truth, *, nodes: int = 2, cpus: float = 2.0, spec: JobSpec | None = None) -> None:
+        self.truth, self.now, self.n, self.numbers = truth, 0.0, 0, 0
+        self.splits: list[Split] = []
+        self.whys: list[str] = []
+        self.scheduler = Scheduler(get_profile("default"), requests_of)
+        self.nodes = [Node(id=NodeId(f"n{i}"), host=f"n{i}", cpus=cpus, memory_bytes=2**36) for i in range(nodes)]
+        for node in self.nodes:
+            self.add(NodeJoined(node=node), None)
+        self.add(JobSubmitted(spec=spec or spec_of()))
+        self.add(JobQueued())
+        self.decide()
+
+    def add(self, event: Event, job: JobId | None = JOB) -> None:
+        self.numbers += 1
+        self.scheduler.apply(Record(number=self.numbers, job=job, seq=self.numbers, at=self.now, event=event))
+        match event:
+            case JobAdmitted(starts=starts):
+                self.splits.append(tuple(one.replicas for one in starts))
+                self.whys.append(str(event.why.get("choice")))
+                self.now += START_S
+            case PreemptAsked(reason=reason):
+                self.requeue(reason)
+
+    def requeue(self, reason: Reason) -> None:
+        self.add(JobRequeued(attempt=len(self.splits), reason=reason))
+        self.decide()
+
+    def decide(self) -> None:
+        outcome = self.scheduler.decide(self.now)
+        assert outcome.broken == ()
+        for job, event in outcome.events:
+            self.add(event, job)
+
+    def commit(self, times: int = 1) -> None:
+        for _ in range(times):
+            step_s, waited = self.truth(self.splits[-1])
+            self.now, self.n = self.now + step_s, self.n + 1
+            self.add(Committed(n=self.n, loop_epoch=Epoch(1), waited=dict(waited)))
+            self.decide()
+
+
+def in_turn(actor_s: float, rollout_s: float, rest_s: float = 0.1, *, bend: float = 1.0) -> Truth:
+    """The loop waits for the rollouts, then for the actor; ``bend`` below 1: more members help less."""
+
+    def truth(split: Split) -> tuple[float, Mapping[str, float]]:
+        waited = {"actor": actor_s / split[0] ** bend, "rollout": rollout_s / split[1] ** bend}
+        return rest_s + sum(waited.values()), waited
+
+    return truth
+
+
+def test_the_choices_are_all_splits_and_an_attempt_has_the_mesh_of_its_members() -> None:
+    spec = spec_of()
+    choices = choices_of(spec, requests_of)
+    assert [tuple(n for _, n in sizes_of(one)) for one in choices] == [(a, r) for a in (1, 2, 3) for r in (1, 2, 3)]
+    started = started_spec(spec, choices[-1].starts)
+    assert (started.role("actor").mesh, started.role("actor").seats) == ((("dp", 3),), 3)
+    assert started_spec(started, ()).role("actor").mesh == (("dp", 1),)
+
+
+def test_before_anything_is_measured_the_split_is_even_and_the_admission_says_that_it_is_assumed() -> None:
+    run = Played(in_turn(1.0, 1.0))
+    assert run.splits == [(2, 2)]
+    assert run.whys[0].startswith("2 of actor and 2 of rollout, 50% of a step as assumed"), run.whys
+
+
+@pytest.mark.parametrize(("actor_s", "rollout_s", "best"), [(1, 9, (1, 3)), (9, 1, (3, 1)), (3, 3, (2, 2))])
+def test_a_split_that_saves_more_than_the_move_costs_is_taken_once_it_is_measured(
+    actor_s: float, rollout_s: float, best: Split
+) -> None:
+    run = Played(in_turn(actor_s, rollout_s))
+    run.commit(WINDOW)
+    assert run.splits == [(2, 2)], "the first commit only begins the measuring"
+    run.commit(50)
+    assert run.splits == ([(2, 2), best] if best != (2, 2) else [(2, 2)])
+    if best != (2, 2):
+        a, r = best
+        assert run.whys[1].startswith(f"{a} of actor and {r} of rollout, 4.1 s a step as estimated"), run.whys
+        assert "2 of actor and 2 of rollout 5.1 s a step (measured)" in run.whys[1]
+
+
+def test_a_job_about_to_end_does_not_move() -> None:
+    spec = replace(spec_of(), time_limit_s=START_S + 9 * 5.1 + 30)
+    run = Played(in_turn(1, 9), spec=spec)
+    run.commit(12)
+    assert run.splits == [(2, 2)], "it would save 20 % of 30 s, and a start takes 20 s"
+
+
+def test_a_split_that_is_slower_than_its_estimate_is_left_and_not_taken_again() -> None:
+    """More than two rollouts bring nothing, which nobody knows before it was tried."""
+
+    def truth(split: Split) -> tuple[float, Mapping[str, float]]:
+        waited = {"actor": 1.0 / split[0], "rollout": 9.0 / min(split[1], 2)}
+        return sum(waited.values()), waited
+
+    run = Played(truth)
+    run.commit(200)
+    assert run.splits == [(2, 2), (1, 3), (2, 2)]
+    assert "1 of actor and 3 of rollout 5.5 s a step (measured)" in run.whys[-1], run.whys[-1]
+
+
+def test_the_split_that_is_found_is_within_5_percent_of_the_best_of_all_by_brute_force() -> None:
+    rng = random.Random(7)
+    for case in range(25):
+        truth = in_turn(rng.uniform(0.2, 20), rng.uniform(0.2, 20), rng.uniform(0, 2), bend=rng.uniform(0.4, 1.0))
+        run = Played(truth, nodes=3, spec=spec_of(most=5))
+        run.commit(200)
+        total = [(a, r) for a in range(1, 6) for r in range(1, 6) if a + r <= 6]
+        best_s = min(truth(split)[0] for split in total)
+        assert truth(run.splits[-1])[0] <= 1.055 * best_s, (case, run.splits, min(total, key=lambda s: truth(s)[0]))
+        assert len(run.splits) <= 6, (case, run.splits)
+
+
+def test_a_lost_node_makes_it_smaller_and_it_grows_back_to_the_best_split_when_the_node_is_back() -> None:
+    run = Played(in_turn(1, 9))
+    run.commit(30)
+    assert run.splits[-1] == (1, 3)
+    run.add(NodeLost(node=NodeId("n1")), None)
+    run.requeue(Reason.NODE_LOST)
+    assert run.splits[-1] == (1, 1), "two cores are left"
+    run.commit(20)
+    run.add(NodeJoined(node=run.nodes[1]), None)
+    run.commit(30)
+    assert run.splits[-1] == (1, 3), run.splits
+
+
+def test_while_another_job_waits_nothing_moves() -> None:
+    run = Played(in_turn(1, 9))
+    alone = replace(spec_of().roles[1], replicas_min=1, replicas_max=1)
+    other = JobId("other")
+    run.add(JobSubmitted(spec=JobSpec(name="other", roles=(alone,))), other)
+    run.add(JobQueued(), other)
+    run.commit(30)
+    assert run.splits == [(2, 2)]

@@ -1,4 +1,4 @@
-"""A job with a trainer and rollouts: which split of the devices it gets, what is measured of it, and when it changes."""
+"""A job with a trainer and rollouts: which split of devices it gets, what is measured of it, and when it changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rota.cluster.core.choice import choices_of
 from rota.cluster.core.splits import WINDOW, sizes_of
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
-from rota.job.core.placement import requests_of
+from rota.job.core.placement import request_of, requests_of
 from rota.spec.dispatch import OpSpec
 from rota.spec.events import (
     Committed,
     Event,
+    GangAsked,
     JobAdmitted,
     JobQueued,
     JobRequeued,
@@ -26,7 +27,7 @@ from rota.spec.events import (
     PreemptAsked,
     Record,
 )
-from rota.spec.ids import Epoch, JobId, NodeId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import Interface, JobSpec, RoleSpec, started_spec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, Res
@@ -175,7 +176,12 @@ def test_a_lost_node_makes_it_smaller_and_it_grows_back_to_the_best_split_when_t
     run.commit(30)
     assert run.splits[-1] == (1, 3)
     run.add(NodeLost(node=NodeId("n1")), None)
-    run.requeue(Reason.NODE_LOST)
+    lost = [InstanceId(RoleName("rollout"), rank) for rank in (1, 2)]
+    moved = request_of(started_spec(spec_of(), ()), GangId("moved-2"), lost)
+    run.add(GangAsked(request=moved, avoid=(NodeId("n1"),), lost=True, lost_nodes=(NodeId("n1"),)))
+    run.decide()
+    assert run.splits[-1] == (1, 3), "it is told that there is no other place"
+    run.decide()
     assert run.splits[-1] == (1, 1), "two cores are left"
     run.commit(20)
     run.add(NodeJoined(node=run.nodes[1]), None)

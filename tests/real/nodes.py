@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.real.jobs import WORKLOADS, Run, run_job
 
+from rota.cluster.core.profile import Profile
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.basic import fifo
 from rota.job.core.placement import requests_of
@@ -97,6 +98,7 @@ class NodesRun(Run):
     raylets: Raylets | None = None
     nodes: dict[str, float] = field(default_factory=dict[str, float])
     """Node to its cores for the scheduler."""
+    profile: Profile = field(default_factory=fifo)
     answering: asyncio.Task[None] | None = None
     began: int = 0
 
@@ -130,7 +132,7 @@ class NodesRun(Run):
 
     async def _answer(self, seen: int) -> None:
         """What the service does with a scheduler: apply the log, decide, append."""
-        self.scheduler = Scheduler(fifo(), requests_of)
+        self.scheduler = Scheduler(self.profile, requests_of)
         seqs: dict[JobId, int] = {}
         while True:
             records = self.log.read(after=seen)
@@ -160,8 +162,9 @@ class NodesRun(Run):
 
 
 def run_on(
-    raylets: Raylets, nodes: dict[str, float], spec: JobSpec, body: Callable[[NodesRun], Awaitable[None]]
+    raylets: Raylets, nodes: dict[str, float], spec: JobSpec, body: Callable[[NodesRun], Awaitable[None]], **more: Any
 ) -> None:
     """Run ``body`` over a job on these nodes."""
     raylets.ensure(*nodes)
-    run_job(raylets.engine, spec, body, make=lambda **fields: NodesRun(raylets=raylets, nodes=dict(nodes), **fields))
+    made = {"raylets": raylets, "nodes": dict(nodes), **more}
+    run_job(raylets.engine, spec, body, make=lambda **fields: NodesRun(**made, **fields))

@@ -284,9 +284,19 @@ GAIN_MIN = 0.05
 
 
 def find_better_split(state: State, profile: Profile, now: float) -> LiveJob | None:
-    """A running job that should start anew with another split."""
-    split = [row for row in state.jobs.values() if row.speeds is not None and row.phase == "running"]
-    return next((row for row in split if better_split(state, profile, row.ask.id, now) is not None), None)
+    """A running job that should start anew with another split: a better one, or one without a place that is lost."""
+    for row in state.jobs.values():
+        if row.ask.choices and row.phase == "running" and row.ask.choices[0].basis != "predicted":
+            lost = any(_lacks_place(state.jobs[part]) for part in state.parts.get(row.ask.id, ()))
+            find = _chosen_anew if lost else better_split
+            if find(state, profile, row.ask.id, now) is not None:
+                return row
+    return None
+
+
+def _lacks_place(part: LiveJob) -> bool:
+    """Whether members that lost their node wait for another place in vain."""
+    return part.ask.failover and not part.held and part.wait is not None
 
 
 def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choice | None:
@@ -305,14 +315,20 @@ def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choi
     now_s = step_of(speeds, speeds.sizes)
     left_s = HORIZON_S if row.left_s is None else row.left_s - (now - row.started_at)
     most_s = now_s * min(1 - GAIN_MIN, 1 - speeds.start_s / max(left_s, speeds.start_s))
-    parts, cores = tuple(state.parts.get(job, ())), not row.ask.choices[0].shape.gpu_milli
+    parts, cores = state.parts.get(job, ()), not row.ask.choices[0].shape.gpu_milli
     free = int(state.cpu[state.usable].sum()) if cores else int(state.free[state.usable].sum()) * 1000
     has = [slot for one in (row, *(state.jobs[part] for part in parts)) for slot in one.held]
     room = free + sum(slot.cpu_milli if cores else len(slot.devices) * 1000 for slot in has)
     if all(one.step_s > most_s or amount_of(one.shape) > room for one in row.ask.choices):
         return None
+    found = _chosen_anew(state, profile, job, now)
+    return found if found is not None and found.step_s <= most_s else None
+
+
+def _chosen_anew(state: State, profile: Profile, job: JobId, now: float) -> Choice | None:
+    """What a job would start with on what is free and what it holds; None: it has no place."""
     with state.txn() as txn:
-        for part in parts:
+        for part in tuple(state.parts.get(job, ())):
             state.drop(txn, part)
         state.release(txn, job)
         waiting = state.jobs[job]
@@ -321,8 +337,7 @@ def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choi
             return profile.placer.place(state, txn, other)
 
         held = fit(waiting)
-        found = choose(state, profile, waiting, held, now, fit).choice if held is not None else None
-    return found if found is not None and found.step_s <= most_s else None
+        return choose(state, profile, waiting, held, now, fit).choice if held is not None else None
 
 
 def parts_of(ask: JobAsk) -> list[JobAsk]:

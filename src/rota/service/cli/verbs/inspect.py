@@ -130,7 +130,7 @@ def _change(row: Mapping[str, Any]) -> str:
 
 
 def _decision(row: Mapping[str, Any]) -> str:
-    detail = row.get("text") or row.get("reason") or ""
+    detail = row.get("text") or row.get("reason") or (row.get("why") or {}).get("choice", "")
     attempt = f" (attempt {row['attempt']})" if "attempt" in row else ""
     return f"{clock_time(row['at'])}  {row['decision']}{attempt}  {detail}"
 

@@ -118,6 +118,13 @@ def test_the_choices_are_all_splits_and_an_attempt_has_the_mesh_of_its_members()
     assert started_spec(started, ()).role("actor").mesh == (("dp", 1),)
 
 
+def test_sizes_that_do_not_divide_the_global_batch_are_left_out() -> None:
+    spec = spec_of()
+    actor = replace(spec.roles[0], env=(("ROTA_GLOBAL_BATCH", "256"),))
+    found = choices_of(replace(spec, roles=(actor, spec.roles[1])), requests_of)
+    assert {one.starts[0].replicas for one in found} == {1, 2}
+
+
 def test_before_anything_is_measured_the_split_is_even_and_the_admission_says_that_it_is_assumed() -> None:
     run = Played(in_turn(1.0, 1.0))
     assert run.splits == [(2, 2)]
@@ -164,7 +171,7 @@ def test_the_split_that_is_found_is_within_5_percent_of_the_best_of_all_by_brute
     for case in range(25):
         truth = in_turn(rng.uniform(0.2, 20), rng.uniform(0.2, 20), rng.uniform(0, 2), bend=rng.uniform(0.4, 1.0))
         run = Played(truth, nodes=3, spec=spec_of(most=5))
-        run.commit(200)
+        run.commit(60)
         total = [(a, r) for a in range(1, 6) for r in range(1, 6) if a + r <= 6]
         best_s = min(truth(split)[0] for split in total)
         assert truth(run.splits[-1])[0] <= 1.055 * best_s, (case, run.splits, min(total, key=lambda s: truth(s)[0]))

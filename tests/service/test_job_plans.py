@@ -48,6 +48,15 @@ roles:
     plan: auto
     model: {layers: 4, hidden: 256, heads: 4, seq: 128, vocab: 256, batch: 16}
 """
+SPLIT = """\
+name: rl
+roles:
+  main:
+    workload: m:A
+    mesh: {dp: "*"}
+    replicas: {min: 1, max: 3}
+    plan: auto
+"""
 NO_PLAN = FILE[: FILE.index("    plan")]
 
 
@@ -362,11 +371,23 @@ def test_a_job_waits_a_bounded_time_for_the_searches_of_others(monkeypatch: pyte
         (FILE.replace("batch: 16", "batsch: 16"), r"unknown field; did you mean 'batch'"),
         (FILE.replace("hidden: 256", "hidden: 0"), r"job.yaml:9:32: roles.main.model.hidden: expected a whole number"),
         (FILE + "    mesh: {dp: 1}\n", r"roles.main.mesh: there is a plan, too"),
+        (SPLIT.replace("3}", "1}"), r"roles.main.plan: auto needs a range of members along one axis"),
+        (
+            SPLIT.replace("min: 1", "min: 2") + "    env: {ROTA_GLOBAL_BATCH: '9'}\n",
+            r"2 members do not divide ROTA_GLOBAL",
+        ),
+        (SPLIT + "    model: {layers: 1, hidden: 8, heads: 1, seq: 8, vocab: 8, batch: 8}\n", r"its time is measured"),
     ],
 )
 def test_what_contradicts_a_plan_is_told_at_its_place(text: str, told: str) -> None:
     with pytest.raises(JobFileError, match=told):
         read_job(text, filename="job.yaml")
+
+
+def test_a_class_has_no_plan_to_search_and_a_job_with_more_splits_than_are_compared_is_refused() -> None:
+    assert planned(SPLIT).plans == ()
+    with pytest.raises(BadInput, match=r"65 splits between main; at most 64 are compared"):
+        planned(SPLIT.replace("3}", "65}"))
 
 
 def test_a_model_whose_numbers_do_not_divide_is_refused_at_admission() -> None:

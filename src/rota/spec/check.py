@@ -10,7 +10,7 @@ from math import prod
 from rota.spec.errors import nearest
 from rota.spec.gang import CELL_LEVELS, CellLevel
 from rota.spec.ids import NAME_PATTERN
-from rota.spec.job import AUTO_PLAN, STREAM_LOOP, Edge, JobSpec, Near, RoleSpec, arrow_of, endpoint
+from rota.spec.job import AUTO_PLAN, BATCH_VARIABLE, STREAM_LOOP, Edge, JobSpec, Near, RoleSpec, arrow_of, endpoint
 from rota.spec.resources import types_of
 from rota.spec.torchrun import problem_of
 
@@ -307,6 +307,9 @@ def _check_split(at: Path, role: RoleSpec) -> Iterator[Finding]:
     if len(role.mesh) != 1 or role.elastic_axis is None or role.replicas_max == role.replicas_min:
         message, hint = "auto needs a range of members along one axis", 'mesh: {dp: "*"}, replicas: {min: 1, max: 4}'
         yield Finding(path=(*at, "plan"), message=message, hint=hint, code="CONTRADICTION")
+    if not role.divides_batch(role.replicas_min):
+        message = f"{role.replicas_min} members do not divide {BATCH_VARIABLE} {dict(role.env)[BATCH_VARIABLE]}"
+        yield Finding(path=(*at, "replicas"), message=message, hint="another min", code="OUT_OF_RANGE")
     if role.model is not None:
         message, hint = "a class has no plan of its layers: its time is measured", "leave model out"
         yield Finding(path=(*at, "model"), message=message, hint=hint, code="CONTRADICTION")

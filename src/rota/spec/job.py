@@ -23,6 +23,7 @@ LOOP_ROLE = RoleName("loop")
 STREAM_LOOP = "rota.job.streams:drain"
 """Import path of the loop of a job that has streams and no loop of its own."""
 AUTO_PLAN = "auto"
+BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
 CHANGEABLE = ("queue", "priority", "time_limit_s", "grace_s", "retry", "labels")
 """Fields of a job that may change after submit without a new attempt."""
 
@@ -219,6 +220,11 @@ class RoleSpec:
     def splits(self) -> bool:
         """True for a class whose number of members the scheduler chooses at each start, beside that of other roles."""
         return self.plan == AUTO_PLAN and self.workload is not None
+
+    def divides_batch(self, members: int) -> bool:
+        """Whether so many members have equal parts of the global batch, where the role names one."""
+        batch = dict(self.env).get(BATCH_VARIABLE, "")
+        return not batch.isdigit() or int(batch) % members == 0
 
     @property
     def serves(self) -> bool:

@@ -73,16 +73,17 @@ def split_roles(spec: JobSpec) -> list[RoleSpec]:
 
 def splits_count(spec: JobSpec) -> int:
     """How many splits there are between the roles of a job."""
-    return prod(role.replicas_max - role.replicas_min + 1 for role in split_roles(spec))
+    return prod(len(_sizes_for(role)) for role in split_roles(spec))
+
+
+def _sizes_for(role: RoleSpec) -> list[int]:
+    return [n for n in range(role.replicas_min, role.replicas_max + 1) if role.serves or role.divides_batch(n)]
 
 
 def _splits_of(spec: JobSpec, requests_of: Callable[[JobSpec], tuple[GangRequest, ...]]) -> tuple[Choice, ...]:
     """A choice for each split, the fewest first; until it is measured each role counts as an equal part of a step."""
     roles = split_roles(spec)
-    options = [
-        [RoleStart(role=role.name, replicas=n) for n in range(role.replicas_min, role.replicas_max + 1)]
-        for role in roles
-    ]
+    options = [[RoleStart(role=role.name, replicas=n) for n in _sizes_for(role)] for role in roles]
     return tuple(
         Choice(
             shape=compile_shape(requests_of(started_spec(spec, starts))),

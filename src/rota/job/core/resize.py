@@ -31,7 +31,6 @@ from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
 
 GROW_EVERY_S = 60.0
 """A world grows no more often than this."""
-BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
 OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.NODE_SUSPECT, Reason.GPU_LOST, Reason.GPU_ECC})
 """Causes that lie in the node: nothing may be started there again."""
 PLANNED = frozenset({Reason.RESIZED, Reason.MIGRATED_DRAIN})
@@ -68,11 +67,9 @@ def world_of(role: RoleSpec, members: int) -> int:
     every optimiser step sees the same number of samples. A role with plans has the sizes that there are plans for.
     """
     rest = prod(size for axis, size in role.mesh if axis != role.elastic_axis) if role.elastic_axis else 1
-    batch = dict(role.env).get(BATCH_VARIABLE, "")
-    whole = int(batch) if batch.isdigit() else 0
     sizes = range(min(members, role.replicas_max), role.replicas_min - 1, -1)
     planned = {one.replicas for one in role.plans} or sizes
-    return next((size for size in sizes if size % rest == 0 and whole % size == 0 and size in planned), 0)
+    return next((size for size in sizes if size % rest == 0 and role.divides_batch(size) and size in planned), 0)
 
 
 def wanted_size(ctx: JobContext, role: RoleSpec) -> int:

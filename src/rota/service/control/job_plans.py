@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import inf, lcm
 
+from rota.cluster.core.choice import CHOICES_MAX, split_roles, splits_count
 from rota.runtime.clock import Clock
 from rota.service.control.plan_hardware import PROCESS_BYTES, PlannedDevices, on_large_devices, own_file
 from rota.service.plans import load_plan
@@ -33,6 +34,11 @@ def with_plans(spec: JobSpec, workdir: str, clock: Clock, devices: PlannedDevice
     Raises BadInput for a plan file or a model that makes no sense and for a type of device without a description,
     Infeasible when no size of a role has a plan, TimedOut when none was found in time.
     """
+    if (count := splits_count(spec)) > CHOICES_MAX:
+        names = " and ".join(role.name for role in split_roles(spec))
+        raise BadInput(
+            f"replicas: {count} splits between {names}; at most {CHOICES_MAX} are compared", hint="ask for fewer sizes"
+        )
     there = devices or PlannedDevices()
     limit = _Limit(clock, clock.monotonic_s() + SEARCH_S)
     return replace(spec, roles=tuple(_with_plan(role, workdir, limit, there) for role in spec.roles))

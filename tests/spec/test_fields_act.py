@@ -66,7 +66,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "RoleSpec.limits": ("job/master/executor.py", "role.limits"),
     "RoleSpec.packages": ("spec/job.py", "role.packages"),
     "RoleSpec.ports": ("job/instance/runners.py", "role.ports"),
-    "RoleSpec.env": ("job/core/resize.py", "role.env"),
+    "RoleSpec.env": ("job/instance/spmd.py", "role.env"),
     "RoleSpec.fail": ("job/core/check.py", "role.fail"),
     "RoleSpec.collocate": ("job/core/graph.py", "role.collocate"),
     "RoleSpec.apart": ("job/core/placement.py", "role.apart"),

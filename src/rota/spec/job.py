@@ -222,7 +222,7 @@ class RoleSpec:
         return self.plan == AUTO_PLAN and self.workload is not None
 
     def divides_batch(self, members: int) -> bool:
-        """Whether so many members have equal parts of the global batch, where the role names one."""
+        """Whether this number of members have equal parts of the global batch; true where the role names none."""
         batch = dict(self.env).get(BATCH_VARIABLE, "")
         return not batch.isdigit() or int(batch) % members == 0
 

@@ -15,11 +15,11 @@ from statistics import median
 from rota.cluster.core.jobs import Choice, LiveJob, Sizes, Speeds
 
 WINDOW = 8
-"""Commits with one split after which it counts as measured; the median of so many is kept."""
+"""Commits with one split after which it counts as measured; the latest of that number are kept."""
 
 
 def noted(row: LiveJob, has: Mapping[str, int], n: int, now: float, waited: Mapping[str, float]) -> LiveJob:
-    """The row of a job that made commit ``n`` with these members, and waited so many seconds for each role."""
+    """The row of a job that made commit ``n`` with these members, and the seconds that it waited for each role."""
     sizes, old = tuple(sorted(has.items())), row.speeds
     new = Speeds(row.attempt, sizes, (n, now), now - row.started_at)
     if old is None:

@@ -34,7 +34,7 @@ class Rollout(rollout.Rollout):
             raise BadInput(f"engine.logprobs_mode {mode!r}: it must be {LOGPROBS_MODE!r}, or left out", hint=hint)
 
     def setup(self, ctx: InstanceContext) -> None:
-        """Start vLLM on the devices of this instance; draws begin with the seed of the job."""
+        """Start vLLM on the devices of this instance; sampling is seeded with the seed of the job."""
         vllm, receiver = require("vllm"), f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}"
         self._llm = vllm.LLM(**{"seed": ctx.seed, "worker_extension_cls": receiver, **self._options})
         self._params = vllm.SamplingParams

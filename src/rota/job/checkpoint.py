@@ -98,7 +98,7 @@ def in_use(home: str) -> bool:
 
 
 def give_back(job: JobId, home: str) -> None:
-    """Give back everything the job has published, at its end, on every machine.
+    """Free everything the job has published, at its end, on every machine.
 
     Those that do not answer, or are away, are noted: the gateway asks them again (``give_back_here``).
     """
@@ -112,7 +112,7 @@ def give_back(job: JobId, home: str) -> None:
 
 
 def give_back_here(job: JobId, home: str) -> None:
-    """Give back what the job has published on this machine; memory that is gone has nothing left of it.
+    """Free what the job has published on this machine; a no-op when this home has no tensors in use.
 
     Raises NotReachable, TensorError.
     """
@@ -210,7 +210,8 @@ def copy(plane: Plane, job: JobId, owner: InstanceId | str, n: int, hosts: Seque
 
     Returns its host and the epoch under which it was made.
 
-    Those after the own one in the order of names are asked first, so that of many machines each has one other's.
+    Those of ``hosts`` are tried first, in ring order of names after this machine, so that copies
+    are spread over the machines.
     Raises StateLost when memory does not have it, NotReachable when no machine takes it.
     """
     name, known = weights_name(job, owner) if isinstance(owner, str) else shadow_name(job, owner), directory.current()
@@ -276,7 +277,7 @@ def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, Te
 
 
 def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int], host: str = "") -> Mapping[str, Tensor]:
-    """The tensors of (epoch of the writer, n), read in place, from machine ``host`` if this one has them not.
+    """The tensors of (epoch of the writer, n), read in place, from machine ``host`` if they are not on this one.
 
     A newer epoch that published step ``n`` did so again, after a rollback to it. Raises TensorError when they do not
     come in time.
@@ -454,7 +455,7 @@ def restored(
 ) -> object:
     """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it.
 
-    ``source`` is the machine whose memory has it, and the epoch of it there; else it is the own one.
+    ``source`` is the machine whose memory has it, and the epoch of it there; default: this machine.
 
     ``twin`` is another instance with the same state, for one that was not there at that commit.
 

@@ -1,1 +1,1 @@
-"""Access to the world for all packages: clock, processes, event log (SQL), Redis, Ray; with twins in memory."""
+"""Clock, processes, event log (SQL), Redis and Ray, which other packages use through this one; with twins in memory."""

@@ -61,7 +61,7 @@ def blocking_sleep(seconds: float) -> None:
 
 
 async def within_cpu_time(call: Callable[[], T], limit_s: float) -> T:
-    """What ``call`` gives in a thread of its own. Raises TimeoutError once it took ``limit_s`` of processor time.
+    """The result of ``call``, run in a thread of its own. Raises TimeoutError once it took ``limit_s`` of CPU time.
 
     Unlike the time of a clock, that of a processor is the same on a busy machine. A thread cannot be ended: one that is
     given up runs on.

@@ -91,7 +91,7 @@ class DeviceFamily:
 
 
 class Nvidia(DeviceFamily):
-    """What the NVIDIA driver lists, in the order of bus addresses; ``root`` is its folder in ``/proc``."""
+    """Devices that the NVIDIA driver lists, in the order of bus addresses; ``root`` is its folder in ``/proc``."""
 
     name = "nvidia"
     variable = "CUDA_VISIBLE_DEVICES"
@@ -125,7 +125,7 @@ class Nvidia(DeviceFamily):
         )
 
     def faults(self, devices: Sequence[int]) -> Sequence[DeviceFault]:
-        """Those that the driver reports in the kernel log, where it may be read."""
+        """Faults that the driver reports in the kernel log, where it may be read."""
         addresses = self.addresses()
         text = (process.output_of(("dmesg",), timeout_s=_QUERY_S) or "") if addresses else ""
         found = xid_faults(text.splitlines(), SystemClock().monotonic_s())
@@ -207,7 +207,7 @@ class Amd(DeviceFamily):
         return tuple(found)
 
     def memory_errors(self) -> Mapping[int, int]:
-        """What RAS counted in the memory of each; without it nothing."""
+        """Uncorrectable memory errors by device, as RAS counted them; empty without RAS."""
         counts = ((index, _fields(pci / "ras/umc_err_count", ":")) for index, (_, _, pci) in enumerate(self._found()))
         return {index: int(count["ue"]) for index, count in counts if count.get("ue", "").isdigit()}
 
@@ -259,7 +259,7 @@ class Ascend(DeviceFamily):
         return frozenset(self._chips())
 
     def faults(self, devices: Sequence[int]) -> Sequence[DeviceFault]:
-        """Those whose health is an alarm or critical; a warning does not keep a device from work."""
+        """Faults of devices whose health is an alarm or critical; a warning does not keep a device from work."""
         chips = [(index, one) for index, one in (self._known or self._chips()).items() if index in devices]
         asked = ((index, self._ask("health", card, chip, "Health")) for index, (card, chip, _) in chips)
         return [

@@ -210,7 +210,7 @@ class FrameLink:
             self._wake_writers()
 
     def _flush(self) -> None:
-        """Give the kernel as much as it takes."""
+        """Send as much as the kernel accepts."""
         while self._queue and self._socket is not None:
             try:
                 sent = self._socket.sendmsg(list(itertools.islice(self._queue, _PIECES_MAX)))
@@ -246,7 +246,7 @@ class FrameLink:
         self.took(found)
 
     def _room(self) -> memoryview:
-        """Where the next bytes go."""
+        """Buffer for the next bytes."""
         if self._large is not None:
             return self._large[0][self._filled :]
         if self._start and self._end == len(self._read):

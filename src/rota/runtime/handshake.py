@@ -58,14 +58,14 @@ class HandshakeRefused(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What the other side said of itself; its ``purpose`` is the same as ours."""
+    """Identity that the other side sent; its ``purpose`` is the same as ours."""
 
     purpose: str
     python: str
     rota: str
 
     def difference(self) -> str:
-        """What differs from this process in versions; empty when nothing does."""
+        """Differences from the versions of this process; empty when there are none."""
         mine = _identity(self.purpose)
         pairs = (("Python", mine.python, self.python), ("Rota", mine.rota, self.rota))
         return ", ".join(f"{name} {theirs} there and {ours} here" for name, ours, theirs in pairs if ours != theirs)

@@ -240,7 +240,7 @@ def give(paths: list[str], uid: int, gid: int) -> None:
 
 
 def main() -> None:
-    """Become the command."""
+    """Exec the command."""
     asked, command = json.loads(sys.argv[1]), sys.argv[2:]
     here = os.getcwd()  # noqa: PTH109 - see hidden
     given = {key.removeprefix(PREFIX): value for key, value in os.environ.items() if key.startswith(PREFIX)}

@@ -119,7 +119,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What of a job exists in the engine now, and the hosts that the engine has; no hosts when it does not say."""
+    """Processes and reservations of a job in the engine, and the hosts of the engine; no hosts when it does not say."""
 
     reservations: tuple[Reservation, ...] = ()
     instances: tuple[Handle, ...] = ()
@@ -250,7 +250,7 @@ class Launcher(Protocol):
         ...
 
     async def release(self, reservation: Reservation) -> None:
-        """Give a reservation back; harmless if it does not exist."""
+        """Release a reservation; a no-op if it does not exist."""
         ...
 
     def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:

@@ -139,7 +139,7 @@ class LimitWatch:
         return True
 
     def know(self) -> None:
-        """Learn who belongs to it now; this process was started by it, and does not."""
+        """Look up which processes belong to it now; this process was started by it, and does not."""
         table = processes()
         table.pop(os.getpid(), None)
         self.known = members(table, self.pid, self.known)

@@ -1,4 +1,4 @@
-"""Spawn, record, adopt, signal and reap processes; a process is named by pid and start time, never by pid alone."""
+"""Processes by pid and start time: spawn, signal, reap, run a command, OOM kills; also file locks and private files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord(JsonValue):
-    """What is written to disk about a long child, so that whoever comes after a crash can adopt or end it."""
+    """Record on disk of a long-lived child, so that after a crash it can be adopted or ended."""
 
     name: str
     pid: int
@@ -65,7 +65,7 @@ class ProcessRecord(JsonValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What one process has used: processor seconds since its start, resident bytes, number of threads."""
+    """Usage of one process: processor seconds since its start, resident bytes, number of threads."""
 
     cpu_s: float
     rss_bytes: int
@@ -74,8 +74,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a process wants of the machine: seconds that its threads ran or waited to run; ``runs``: one does now, or
-    waits for the disk, out of reach of any signal."""
+    """CPU demand of a process: seconds that its threads ran or were runnable; ``runs``: one runs or is runnable now,
+    or is in uninterruptible sleep."""
 
     seconds: float
     runs: bool
@@ -129,7 +129,7 @@ _STATES = {
 
 
 def state_of(process: ProcessId) -> str | None:
-    """What the kernel says of a process, in words; None when it is gone."""
+    """State of a process in words, as the kernel reports it; None when it is gone."""
     stat = _stat_of(process.pid)
     return None if stat is None or not is_alive(process) else _STATES.get(stat[0], f"is in state {stat[0]}")
 
@@ -177,7 +177,7 @@ def own_id() -> ProcessId:
 
 
 def become_subreaper() -> None:
-    """Take in every descendant whose parent dies, so that none can slip away to init. Raises OSError."""
+    """Become the parent of every descendant whose parent dies, in place of init. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -477,7 +477,7 @@ class ExitWatch:
         return self._fd is not None and Path(f"/proc/{self.which.pid}").exists() and not is_alive(self.which)
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the pidfd."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -591,7 +591,7 @@ def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> Child:
 
 
 def output_of(command: Sequence[str], *, timeout_s: float) -> str | None:
-    """What a short command prints; None when it is missing, fails, or takes longer (then it is killed)."""
+    """Stdout of a short command; None when it is missing, fails, or takes longer (then it is killed)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
@@ -633,7 +633,7 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 OUTPUT_BYTES_MAX = 80_000
 """Kept of each stream: two of them fit into one message of the gateway, however they are escaped."""
 CANNOT_RUN, NOT_FOUND = 126, 127
-"""What shells answer for a command that cannot be run, and for one that is not there."""
+"""Exit statuses of shells for a command that cannot be run, and for one that is not there."""
 _DRAIN_S = 1.0
 
 

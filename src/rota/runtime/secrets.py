@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.fernet import Fernet
 
 SECRET_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_]{0,62}$")
-"""It becomes the name of a variable."""
+"""Names of secrets; each becomes the name of a variable."""
 
 VALUE_BYTES_MAX = 64 * 2**10
 SECRETS_MAX = 200

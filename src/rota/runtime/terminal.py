@@ -100,7 +100,7 @@ class _Terminal:
     ended_s: float | None = None
     """When its exit status was known."""
     end_read: bool = False
-    """Who is at it has read its exit status, or has left."""
+    """The user at the terminal has read the exit status, or has left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -152,7 +152,7 @@ class _Terminal:
             os.close(self.master)
 
     def put(self, data: bytes) -> int:
-        """As much as the program takes now; the number of bytes."""
+        """Write as much as the program accepts now; the number of bytes written."""
         try:
             return os.write(self.master, data) if data and self.open else 0
         except BlockingIOError:

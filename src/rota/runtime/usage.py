@@ -1,4 +1,4 @@
-"""What a machine does now: processors, memory, network, disks, devices, and the processes of jobs, measured there."""
+"""Usage of a machine now: processors, memory, network, disks, devices, and the processes of jobs, measured there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIB = 2**20
 
 
 def machine_usage(period_s: float = PERIOD_S) -> MachineUsage:
-    """What this machine does; blocks for ``period_s``."""
+    """Usage of this machine; blocks for ``period_s``."""
     members = _members()
     for one, _, _ in members:
         _busy(one)
@@ -120,7 +120,7 @@ def _disks() -> list[DiskUsage]:
 
 
 def device_usage() -> list[DeviceUsage]:
-    """What each NVIDIA device does; none without a driver. Blocks up to 10 s."""
+    """Usage of each NVIDIA device; none without a driver. Blocks up to 10 s."""
     found: list[DeviceUsage] = []
     for cells in nvidia_rows(*_DEVICE_FIELDS):
         if not cells[0].isdigit():

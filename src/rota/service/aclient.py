@@ -84,7 +84,7 @@ class AsyncIo:
         return await asyncio.to_thread(work)
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self.http.aclose()
 
 

@@ -164,7 +164,7 @@ class Client(JobApi, TerminalApi):
         self.close()
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         _now(self._async.__aexit__())
 
     def ask(self, request: ApiRequest[D]) -> D:

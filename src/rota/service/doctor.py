@@ -1,4 +1,4 @@
-"""Checks of this installation: for each thing a mark, a fact, and what to do about it."""
+"""Checks of this installation: status, finding and remedy of each."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FIXED = ("name", "labels", "roles", "$schema")
 """Fields of a job file that no parameter replaces as a whole."""
 _RANGE = re.compile(r"^(log:)?(-?[\d.]+(?:e-?\d+)?)\.\.(-?[\d.]+(?:e-?\d+)?)$", re.IGNORECASE)
 NEAR = 0.85
-"""Likeness (difflib) to a field from which on a name counts as mistyped: queu, seeds; not steps, dataset."""
+"""Ratio of difflib from which on a name counts as a mistyped field: queu, seeds; not steps, dataset."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _IN_WORD = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
@@ -201,7 +201,7 @@ def unread(names: Iterable[str], fields: Collection[str], text: str, flag: str =
 
 
 def with_values(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """A command with ``$NAME`` and ``${NAME}`` of ``values`` put in; that of a shell is left to the shell."""
+    """A command with ``$NAME`` and ``${NAME}`` of ``values`` put in; commands of a shell are returned unchanged."""
     if words and PurePath(words[0]).name in SHELLS:
         return [*words]
     return [_IN_WORD.sub(lambda found: values.get(found[1] or found[2], found[0]), word) for word in words]

@@ -1,1 +1,1 @@
-"""The nouns every part shares: values, events, commands, errors; nothing here touches the world."""
+"""The nouns every part shares: values, events, commands, errors; nothing here has side effects."""

@@ -98,7 +98,7 @@ class RunInstance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopInstance:
-    """End a process: politely for ``grace_s``, then by force. Outcome: InstanceStopped."""
+    """End a process: gracefully within ``grace_s``, then by force. Outcome: InstanceStopped."""
 
     instance: InstanceId
     started_epoch: Epoch

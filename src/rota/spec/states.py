@@ -5,8 +5,8 @@ RESIZING, then STOPPING -> SUCCEEDED, FAILED or CANCELLED. Preemption is PREEMPT
 pause PREEMPTING -> PAUSED -> QUEUED.
 The instance: PLANNED -> STARTING -> STALE -> READY -> LOST, or STOPPING -> GONE.
 The reservation of a gang: reserving -> reserved -> releasing; then it is gone.
-The ask for a gang beside those of the admission: wanted -> asked -> granted, or held -> granted; dropped when it is not
-wanted any more, or not reserved.
+The request for a gang beside those of the admission: wanted -> asked -> granted, or held -> granted; dropped when it is
+not wanted any more, or not reserved.
 The weights that an instance reads: STALE -> SYNCING -> SYNCED -> STALE or SUSPECT -> SYNCING; gone with the instance.
 """
 

@@ -232,7 +232,7 @@ class GenerationTable(LockFile):
                 return
 
     def unlock(self, key: int) -> None:
-        """Give the lock of a key back to other processes."""
+        """Release the lock of a key."""
         fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, key * SLOT_BYTES)
 
 

@@ -73,7 +73,7 @@ class TensorRow(TypedDict):
 
 
 class HolderRow(TypedDict):
-    """Who leases a version, and for how long it has been a client."""
+    """A client that leases a version, and for how long it has been a client."""
 
     client: str
     pid: int | None

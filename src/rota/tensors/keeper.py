@@ -121,7 +121,7 @@ class DeviceKeeper:
                 self._drop(slab)
 
     def close(self) -> None:
-        """Give back all that no process has open; the rest goes with this process."""
+        """Free all that no process has open; the rest goes with this process."""
         for slab in list(self._addresses):
             self._drop(slab)
 
@@ -158,7 +158,7 @@ class DeviceKeeper:
         return found
 
     def _drop(self, slab: str) -> None:
-        """Give one slab back unless an importer has it open, which its lock on the slab's file shows."""
+        """Free one slab unless an importer has it open, which its lock on the slab's file shows."""
         fd = take_if_dead(self._folder, slab)
         if fd is not None:
             (self._folder / slab).unlink()

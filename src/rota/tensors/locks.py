@@ -229,7 +229,7 @@ class ClientFile:
             self.clear(place)
 
     def close(self) -> None:
-        """Give up the lock; from now on this client is dead."""
+        """Release the lock; from now on this client is dead."""
         with self._lock:
             if self._words is None:
                 return

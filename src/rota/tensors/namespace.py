@@ -217,7 +217,7 @@ class Namespace:
         """Delete a name under its slot's lock; False when it is not there, is another version, or (idle) leased.
 
         Of several who delete one version, one gets True: also when the registry did it and its reply was lost. Raises
-        Refused when ``label`` is fenced above ``epoch``.
+        ScriptRefused when ``label`` is fenced above ``epoch``.
         """
         for _ in range(_RETRIES_MAX):
             row = self._find_published(name) or self.retry(lambda: self.find_row(name))

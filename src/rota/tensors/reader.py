@@ -238,7 +238,7 @@ class TensorReader:
         return [*wanted[:at], (name, f"h{selector[1:]}"), *wanted[at + 1 :]]
 
     def lease(self, wanted: Sequence[tuple[str, str]], *, sealed: bool) -> tuple[list[Leased], list[list[HeldBlock]]]:
-        """Lease and map one version of each name. Raises Refused, EpochChanged."""
+        """Lease and map one version of each name. Raises ScriptRefused, EpochChanged."""
         space = self._space
         with space.leases.get_number() as seq:
             epoch = space.table.epoch
@@ -256,7 +256,7 @@ class TensorReader:
     def open_block(self, name: str, selector: str = "") -> tuple[Leased, HeldBlock, int]:
         """Lease the one block of a name, writable whatever the mode, for who knows what is in it; where that begins.
 
-        Raises Refused.
+        Raises ScriptRefused.
         """
         (leased,), ((held,),) = self._space.retry(lambda: self.lease([(name, selector)], sealed=False))
         return leased, held, _header(leased.blocks[0], held).offset

@@ -54,7 +54,7 @@ class ScannedBlock:
 
 @dataclass(slots=True)
 class Recovered:
-    """What a recovery found."""
+    """Result of a recovery."""
 
     epoch: int = 0
     names: int = 0

@@ -26,7 +26,7 @@ SCRIPTS = {path.stem: Script.load(_FOLDER, path.stem) for path in _FOLDER.glob("
 
 
 Reply: TypeAlias = Any
-"""What a script answers: bytes, integers, None, and lists of these."""
+"""Reply of a script: bytes, integers, None, and lists of these."""
 Dump: TypeAlias = Any
 """Everything a namespace holds, by key: hashes and sorted sets as dicts, lists, sets, strings."""
 
@@ -72,7 +72,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
-    """What a commit did: the version that became current, or how many parts of the step have come.
+    """Result of a commit: the version that became current, or how many parts of the step have come.
 
     ``current`` is the current version of the name afterwards: what the generation table must say.
     """
@@ -110,7 +110,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What a slice of a sweep did, and the names to delete because their owner is gone."""
+    """Result of a slice of a sweep: how many resources are left, and names to delete because their owner is gone."""
 
     left: int
     drops: tuple[tuple[int, str], ...]
@@ -142,7 +142,7 @@ class Row:
 
 
 class ScriptRefused(Exception):
-    """A script said no; ``code`` and ``words`` as it gave them."""
+    """The error reply of a script: its ``code`` and ``words``."""
 
     def __init__(self, code: str, words: Iterable[object] = ()) -> None:
         self.code, self.words = code, [str(word) for word in words]
@@ -153,7 +153,7 @@ class Machine(Protocol):
     """One namespace of a registry: the Redis scripts, or the model of them (tests/proof) in memory."""
 
     def run(self, name: str, *args: Argument) -> Reply:
-        """Run one script with its arguments behind epoch and wall clock. Raises Refused."""
+        """Run one script with (epoch, wall clock in ms, *args). Raises ScriptRefused."""
         ...
 
     def run_many(self, name: str, calls: Sequence[tuple[Argument, ...]]) -> list[Reply]:
@@ -190,7 +190,7 @@ class RedisMachine:
         self.run_id = run_id
 
     def run(self, name: str, *args: Argument) -> Reply:
-        """Run one script. Raises Refused, or RegistryUnavailable when the server cannot be reached."""
+        """Run one script. Raises ScriptRefused, or RegistryUnavailable when the server cannot be reached."""
         now_ms = int(self._clock.wall_s() * 1000)
         try:
             return self.client.run(SCRIPTS[name], self.prefix, self.epoch, now_ms, *args)
@@ -219,7 +219,7 @@ class RedisMachine:
             self.find_epoch()
 
     def info(self, section: str) -> dict[str, str]:
-        """What the server says of itself."""
+        """A section of the ``INFO`` of the server."""
         lines = self.client.call("INFO", section).decode().splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
@@ -326,7 +326,7 @@ class Registry:
         return [(int(v), _text(seg), int(offset)) for v, seg, offset in self.machine.run("own", client)]
 
     def sweep(self, client: str, n_max: int = 1000) -> Swept:
-        """One slice of undoing what a client has."""
+        """End up to ``n_max`` leases and ``n_max`` open publishes of a client; ``left``: how many remain."""
         left, _leases, _aborted, *drops = self.machine.run("sweep", client, n_max)
         pairs = tuple((int(drops[i]), _text(drops[i + 1])) for i in range(0, len(drops), 2))
         return Swept(left=left, drops=pairs)

@@ -317,7 +317,7 @@ class Segments:
                 del self._maps[seg]
 
     def unlink(self, seg: str) -> None:
-        """Give a segment's memory back; views that still map it keep it until they die."""
+        """Free a segment's memory; views that still map it keep it until they die."""
         with self._lock:
             self._maps.pop(seg, None)
         remove_file(self.path(seg))

@@ -78,7 +78,7 @@ def own_epoch() -> int:
 
 
 def remove_root(root: Path) -> None:
-    """Give all shared memory of a registry's namespaces back, and what spilled from it to disk."""
+    """Free all shared memory of a registry's namespaces, and what spilled from it to disk."""
     for segment in root.glob("*/seg-*"):
         remove_file(segment)
     shutil.rmtree(root, ignore_errors=True)
@@ -260,7 +260,10 @@ class Session:
         return fence
 
     def pin(self, holder: str, name: str, selector: str = "") -> int:
-        """Lease a version of a name (the current one) for a holder without a process, and note it. Raises Refused."""
+        """Lease a version of a name (the current one) for a holder without a process, and note it.
+
+        Raises ScriptRefused.
+        """
         space = self.space
         while True:
             space.retry(lambda: space.registry.join(holder, ""))
@@ -429,7 +432,7 @@ class Session:
         return {**facts, "pid_namespace": namespace, "label": self.label, "joined_s": self.clock.wall_s()}
 
     def before_fork(self) -> None:
-        """Give what this process leases to a hold that lives as long as the child."""
+        """Transfer the leases of this process to a hold that lives as long as the child."""
         self.rings.before_fork()
         leases = self.space.leases.live()
         if not leases or self.space.forked:

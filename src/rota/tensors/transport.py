@@ -662,6 +662,6 @@ class _Transfer:
             self._pending.pop(0)
 
     def abort(self) -> None:
-        """Give the blocks back."""
+        """Free the blocks."""
         while self._pending:
             self._writer.abort(self._pending.pop())

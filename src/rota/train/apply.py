@@ -452,7 +452,7 @@ class Parallel:
         return self._tied.first.get(name, name)
 
     def close(self) -> None:
-        """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
+        """Release the model; the process groups live as long as the world. Do not step afterwards."""
         if self.agree is not None:
             self.agree.close()
         self._wrapped, self._pipeline, self.pieces = [], None, []

@@ -112,7 +112,7 @@ def fit(
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """What ``build`` makes. Raises BadInput when that is not a model with something to train."""
+    """The model that ``build`` makes. Raises BadInput when that is not a model with something to train."""
     model: object = build()
     if not isinstance(model, nn.Module):
         raise BadInput(f"build: gives {type(model).__name__}, which is not a torch.nn.Module", hint="return the model")
@@ -296,7 +296,7 @@ class Agreement:
         return bool(asked[0]), bool(asked[1])
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 

@@ -1,4 +1,4 @@
-"""Scheduling events: what happened to jobs and nodes, and how the state takes it in."""
+"""Scheduling events: what happened to jobs and nodes, and how they change the state."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReleased:
-    """A job let go of everything and waits again; with ``back_at`` not before that time.
+    """A job released all devices and is queued again; with ``back_at`` not before that time.
 
     ``done_s`` is how much of its estimated time is over with in all attempts, None: no more than before.
     """
@@ -141,7 +141,7 @@ class NodeChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesLaidOut:
-    """Nodes are there anew, and jobs on them: what these hold that nodes have no more counts as held."""
+    """The node table was rebuilt, with the jobs; allocations beyond the new capacity stay allocated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def note(state: State, event: Event, now: float) -> None:
 
 
 def fold(state: State, txn: Txn, event: Event, now: float) -> None:
-    """The same inside an open transaction, which may be undone."""
+    """Fold one event into the state, inside a transaction of the caller, which may be undone."""
     row = None if isinstance(event, _OF_NO_JOB) else state.jobs.get(event.job)
     if state.stopped_for and _is_from_outside(event, row):
         for pair in tuple(state.stopped_for):

@@ -74,7 +74,7 @@ class PolicyBook(Protocol):
 
 
 class Answers:
-    """What was worked out of a state and may be asked again; none of it is state, and no Txn writes it.
+    """Cached results derived from the state; none of it is state, and no Txn writes it.
 
     Each answer has in its key, or beside it, the change that it follows from (``State.ranked_at``, ``State.marks``).
     No two changes share a number: when a write is undone the answers of before are found again, and those of after it
@@ -124,21 +124,21 @@ class _StateScope:
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
-    ``lines`` has who waits by kind of request, ``waiting`` by queue, highest priority and longest queued first.
-    ``started`` has who was started by the pass that is made, ``claimed`` who waits there for what others give back,
-    ``running`` who runs by queue and
-    priority, ``ranked`` by queue in its order who runs, or has claimed what others give back, opportunistic work aside
-    (``ranked_at``: the last change of it or below a top queue, and again the one before once it is undone),
-    ``ends`` the expected ends of who holds devices, soonest first,
-    ``parts`` what jobs hold or ask for beside their admission,
-    ``stopped_for`` who was stopped for whom, and when, since something happened that decisions do not cause,
-    ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
-    ``taken`` what ended jobs took of the time that they asked, ``used_by`` what users hold in queues that limit them,
-    ``users`` by queue and user the lines in which he waits, and one more where he holds something that is limited,
-    ``shrunk`` the nodes that came back with fewer cores or less memory than their jobs hold.
-    ``events`` has the time, the job or node, and the name of the last events,
-    ``happened`` how many there were beside decisions,
-    ``version`` how many transactions were kept.
+    - ``lines``: queued jobs by kind of request; ``waiting``: by queue, highest priority and longest queued first
+    - ``started``: jobs started in the current pass; ``claimed``: jobs that wait there for devices being given back
+    - ``running``: running jobs by queue and priority
+    - ``ranked``: by queue, in its order, jobs that run or are in ``claimed``, without opportunistic ones;
+      ``ranked_at``: the number of its last change, or of the last one below a top queue; an undo restores it
+    - ``ends``: expected ends of jobs that hold devices, soonest first
+    - ``parts``: gangs that jobs hold or request beside their admission
+    - ``stopped_for``: (preempted job, job it was preempted for) and when, since the last event from outside
+    - ``undone``: kinds of jobs that did not gain by sharing devices; ``data``: data sets that jobs of a node read
+    - ``taken``: shares of the requested time that ended jobs took
+    - ``used_by``: use of users in queues that limit users; ``users``: by queue and user the number of lines with jobs
+      of that user, plus one while the user holds something that is limited
+    - ``shrunk``: nodes that came back with fewer cores or less memory than their jobs hold
+    - ``events``: time, job or node, and name of the last events; ``happened``: number of events that are no decisions
+    - ``version``: number of kept transactions
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -209,7 +209,7 @@ class State:
         return (self.free, self.cpu, self.mem, self.node_health, self.dev_milli, self.dev_health, self.used)
 
     def broken(self, text: str, job: JobId | None = None) -> InvariantBroken:
-        """The error of a bug that was met, with the last events of the job, or of all."""
+        """The error for a broken invariant, with the last events of the job, or of all."""
         of_job = [one for one in self.events if job in (None, one[1])][-EVENTS_SHOWN:]
         return InvariantBroken(text, job, tuple(f"{name} {what} at {at:g}" for at, what, name in of_job))
 
@@ -436,7 +436,7 @@ class State:
                 book.release(txn, self, row)
 
     def lift(self, txn: Txn, jobs: Iterable[JobId]) -> None:
-        """Take what these jobs hold off the nodes, for a trial placement; queues and rows stay as they are."""
+        """Temporarily free the allocations of these jobs, for a trial placement; queues and rows stay as they are."""
         rows = [self.jobs[job] for job in jobs]
         slots = [slot for row in rows for slot in row.held]
         devices = np.array([d for slot in slots for d in slot.devices], dtype=np.int32)
@@ -534,7 +534,7 @@ class State:
         return np.array([not set(ask.data).isdisjoint(self.data.get(node.id, ())) for node in self.nodes])
 
     def spares(self, count: int) -> list[int]:
-        """The last nodes in order, at most ``count``, that hold no work but opportunistic one."""
+        """The last nodes in order, at most ``count``, that run nothing or only opportunistic jobs."""
         if not count:
             return []
         busy = {slot.node for row in self.jobs.values() if not row.ask.opportunistic for slot in row.held}

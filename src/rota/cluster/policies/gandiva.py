@@ -26,8 +26,8 @@ PACK_GAIN = 0.05
 MOVE_S = 30.0
 """Seconds of a device that saving a job and restoring it elsewhere take."""
 ROUND_S = 20 * MOVE_S
-"""So turns cost at most a twentieth of the devices. Gandiva (OSDI'18) suspends a job in a second, in rounds of one
-minute; here a job saves, ends its processes and starts anew."""
+"""Seconds of a round: preemption costs at most 5 % of the devices. Gandiva (OSDI'18) suspends a job in a second, in
+rounds of one minute; here a job saves, ends its processes and starts anew."""
 LEVELS = ("device", "node", "rack", "cluster")
 """From close to far."""
 LENT_IN_SIMULATIONS = "Idle devices are lent in simulations alone; a service lets jobs grow within their range."
@@ -69,7 +69,7 @@ class SizeBook:
                 txn.drop(index, row.ask.id)
 
     def reserve(self, txn: Txn, state: State, row: LiveJob) -> None:
-        """What waits lies nowhere yet."""
+        """No-op: a queued job has no allocation."""
 
     def _count(self, txn: Txn, row: LiveJob, sign: int) -> None:
         for slot, held in zip(row.ask.shape.slots, row.held):
@@ -78,7 +78,7 @@ class SizeBook:
             txn.add(self.all, held.node, sign)
 
     def kinship(self, nodes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
-        """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others alone."""
+        """Affinity rank of each node for a job of this size: 0 has jobs of that size, 1 is empty, 2 has others."""
         same = self.nodes.get(size)
         strange = np.where(self.all[nodes] > 0, 2, 1).astype(np.int64)
         return strange if same is None else np.where(same[nodes] > 0, 0, strange)
@@ -125,9 +125,10 @@ class MoveThenTurns:
     """Move running jobs so that one fits; where that does not help, the job that ran longest gives way for a round.
 
     Only jobs that ran before this round began are taken, so no job is moved or stopped twice in one. A move lowers the
-    potential, takes no job further apart, and costs less device time than it gives: ``move_s`` is what saving and
-    restoring take, ``horizon_s`` is taken as the length of a job without an estimate. A job that asks and fits nowhere
-    causes moves; idle nodes and departures alone cause none. Source: Gandiva (OSDI'18), sections 3.2 and 3.3.
+    potential, does not increase the distance between devices of a job, and costs less device time than it gives:
+    ``move_s`` is what saving and restoring take, ``horizon_s`` is taken as the length of a job without an estimate. A
+    job that asks and fits nowhere causes moves; idle nodes and departures alone cause none.
+    Source: Gandiva (OSDI'18), sections 3.2 and 3.3.
     """
 
     round_s: float
@@ -186,7 +187,7 @@ class MoveThenTurns:
     def _plan(
         self, state: State, txn: Txn, row: LiveJob, placer: Placer, moved: Sequence[LiveJob]
     ) -> dict[JobId, Allocations] | None:
-        """Where these come to lie once the job has its place, just as the next passes will find it; None: no gain."""
+        """New allocations of these jobs after the job is placed, as the next passes will find them; None: no gain."""
         cost_gpu_s = self.move_s * sum(other.ask.shape.gpu_milli for other in moved)
         if cost_gpu_s >= (row.ask.est_s or self.horizon_s) * row.ask.shape.gpu_milli:
             return None

@@ -111,7 +111,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceRecord:
-    """What the master knows of one instance.
+    """State of one instance, as the master knows it.
 
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
     ``terminating`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
@@ -415,7 +415,7 @@ class JobContext:
         return Loss(instance=one.id, epoch=one.epoch, reason=reason, text=text, traceback=traceback, at_s=self.at_s)
 
     def active_of(self, role: RoleName) -> tuple[InstanceRecord, ...]:
-        """Those of a role that the job works with, in rank order."""
+        """Instances of a role that the job works with, in rank order."""
         return tuple(one for one in self.of_role(role) if one.active)
 
     def bundle(self, instance: InstanceId) -> tuple[GangId, BundleGrant]:

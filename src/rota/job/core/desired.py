@@ -1,4 +1,4 @@
-"""Desired state: the commands that a context asks for, level-triggered, with stable ids: starts, stops, timers.
+"""Desired state: the commands that a context asks for, recomputed from it (level-triggered), with deterministic ids.
 
 Rules for whoever carries commands out. A command is carried out once per id while it stays wanted, and again after the
 master was restarted. ``StopInstance`` supersedes ``StartInstance`` of the same process, and ``ReleaseGang`` supersedes
@@ -99,7 +99,7 @@ def emits(ctx: JobContext) -> Generator[Emit, None, str]:
 
 
 def timers(ctx: JobContext) -> Iterator[SetTimer]:
-    """Limits that hold in this state."""
+    """Timers that must be running in this state."""
     yield from shutdown.timers(ctx)
     if ctx.ending is not None or ctx.placement is None or ctx.spec is None:
         return
@@ -260,7 +260,7 @@ def _of_instance(ctx: JobContext, one: InstanceRecord, started: Epoch, gangs: di
 
 
 def settle(ctx: JobContext) -> JobContext:
-    """Draw every conclusion; a settled context stays as it is."""
+    """Apply all transitions that need no further event; idempotent."""
     if ctx.graph is None or ctx.state.terminal:
         return ctx
     if ctx.ending is None and ctx.placement is not None:

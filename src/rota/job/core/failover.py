@@ -188,7 +188,7 @@ class FailoverCoordinator:
         return self.ctx.diagnosed or any(not is_secondary(loss) for loss in self.ctx.losses)
 
     def move(self, cause: Loss) -> Move:
-        """The narrowest level of the ladder that still has budget and is possible."""
+        """The narrowest level that still has budget and is possible."""
         ladder = list(self.ladder(cause))
         if repetition.is_hopeless(self.ctx, cause):
             return Move(Level.JOB, ladder[0] if ladder[0] is not Level.JOB else None, Reason.SAME_ERROR)
@@ -309,7 +309,7 @@ class FailoverCoordinator:
         return survival.surviving(ctx, gone)
 
     def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
-        """Who was lost; at the level of a node everybody on it; in a move, who has another place."""
+        """Instances that were lost; at the level of a node all on it; in a move, those with another place."""
         if cause.reason is Reason.MIGRATED_DRAIN:
             place = held(self.ctx)
             return place.everybody if place else ()
@@ -386,7 +386,7 @@ class FailoverCoordinator:
         return frozenset(wide | ({role} if level is Level.ROLE else set()))
 
     def _first(self, cause: Loss, level: Level) -> Move:
-        """The level where the contract starts. A fault of the code restarts here: it would come along."""
+        """The level where the contract starts. A fault of the code restarts here: another node would raise it too."""
         if level is Level.NODE and not may_move(cause):
             if self.budget_left(cause, Level.PROCESS) > 0:
                 return Move(Level.PROCESS, Level.NODE, Reason.NO_NODE)

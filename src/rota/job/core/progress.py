@@ -1,4 +1,4 @@
-"""Progress and its absence: the wait-for graph and its culprits, symptoms, critical paths, pairs of a collective check.
+"""Progress and hangs: wait-for graph, stragglers, memory and disk faults, NaN losses, critical path, collective check.
 
 A vertex is an instance (``role/rank``), or something an instance waits for: ``master``, ``stream groups``, a process
 that is gone. An edge goes from the one who waits to the one waited for. Cycles are merged (strongly connected
@@ -184,7 +184,7 @@ class RankStatus:
 
 
 def collective_waits(ranks: Iterable[RankStatus], *, still_min_s: float) -> tuple[WaitEdge, ...]:
-    """Who waits for whom in a process group, among members without progress for ``still_min_s``.
+    """Wait-for edges of a process group, among members without progress for ``still_min_s``.
 
     A member waits for those that entered fewer collectives. Where all entered as many, it waits for those that do not
     answer; else, if some are inside a collective, for those that are not; else all that are still wait for each other.
@@ -288,7 +288,7 @@ def memory_faults(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int
 
 
 def memory_evidence(signal: int | None, kills_before: int | None, kills_after: int | None) -> str:
-    """What proves that a process was ended for memory; empty without proof.
+    """Evidence that a process was killed for memory; empty without proof.
 
     A process that the kernel's out-of-memory killer ends dies by SIGKILL, and the control group counts it. A SIGKILL
     alone has another cause, and a word in a text is not evidence.

@@ -91,7 +91,7 @@ def saved_first(ctx: JobContext) -> JobContext:
 
 
 def stopped_now(ctx: JobContext) -> JobContext:
-    """Stop the processes, politely for what is left of the grace."""
+    """Stop the processes gracefully, within the rest of the grace period."""
     ending = ctx.ending
     assert ending is not None
     if ending.phase == "stop":

@@ -94,7 +94,7 @@ class Heartbeat(JsonValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAnswer(JsonValue):
-    """What the master answers: its epoch, and the table of peers when the instance has an older one."""
+    """Answer of the master: its epoch, and the table of peers when the instance has an older one."""
 
     master_epoch: Epoch
     table: PeerTable | None = None

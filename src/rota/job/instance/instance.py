@@ -169,7 +169,7 @@ class Instance:
         self._control.loop.call_soon_threadsafe(self._config.rpc.update, PeerTable.from_json(dict(table)))
 
     async def ping(self) -> None:
-        """Answer: the process lives."""
+        """Liveness probe."""
 
     async def stacks(self) -> str:
         """The stacks of the code of the job: of the ranks of a command, else of threads and tasks of this process."""
@@ -213,7 +213,7 @@ class Instance:
         return DONE
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Give everything back within ``grace_s``; the launcher ends the process after that."""
+        """Release everything within ``grace_s``; the launcher ends the process after that."""
         await self._control.run(self._stop(grace_s))
 
     async def call(self, head: list[object], /, *args: object, **kwargs: object) -> object:
@@ -479,7 +479,7 @@ class Instance:
 
 
 def failure_of(error: BaseException, one: InstanceId, epoch: Epoch) -> InstanceLost:
-    """What the master hears when code of an instance raised ``error``."""
+    """The ``InstanceLost`` event for an exception in user code."""
     own = own_reason(error)
     if isinstance(error, ImportError | SyntaxError | BadInput):
         reason = Reason.IMPORT_ERROR if not isinstance(error, BadInput) else Reason.USER_ERROR

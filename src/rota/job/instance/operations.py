@@ -2,7 +2,8 @@
 
 Weights: a reader has a ``Replica`` of each edge that ends in it: the version it holds, how far that is behind, and the
 state that follows. Calls name the version they need; with a bounded ``lag`` the reader follows by itself, and the loop
-waits at a commit for readers that would get too far behind. Both ends of a gradient edge keep a ``Tape``.
+waits at a commit for readers that would get too far behind. Each end of a gradient edge keeps a ``Tape``: its
+activations until their gradients arrive.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Replicas:
     def learn(self, newest: Mapping[str, Version], loop_epoch: Epoch) -> None:
         """The versions that the last commit names, as the loop of ``loop_epoch`` sees it.
 
-        A newer loop may name an older version, when its job went back: what else is held counts as nothing.
+        A newer loop may name an older version, when its job went back: newer versions are treated as not loaded.
         """
         if loop_epoch < self._loop_epoch:
             return
@@ -108,7 +109,7 @@ class Replicas:
 
 
 class Tape:
-    """Both ends of gradient edges inside one instance: activations that wait for their gradients, by micro-batch."""
+    """Activations of one instance that wait for their gradients, by micro-batch; for both ends of gradient edges."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Any]] = {}
@@ -174,7 +175,7 @@ class _Formed:
         self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
         self.replies: OrderedDict[str, asyncio.Future[object]] = OrderedDict()
         self.answered: OrderedDict[str, None] = OrderedDict()
-        """Whose answers are kept no more."""
+        """Ids of calls whose answers were evicted."""
         self.replicas, self.first = replicas, False
         self.loading = asyncio.Lock()
         self.tape = Tape()
@@ -243,7 +244,7 @@ class ClassRunner:
     async def dissolve(self, grace_s: float) -> None:
         """Leave the process group, so that members blocked with this one are released; drop the object.
 
-        Raises StillRunning when the thread of the operations does not come back to us.
+        Raises StillRunning when the thread of the operations stays blocked.
         """
         formed = self._leave()
         if formed is None or formed.active == 0:

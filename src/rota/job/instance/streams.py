@@ -140,7 +140,7 @@ class Batch(list[Any]):
 
 @dataclass(slots=True)
 class _Held:
-    """What the pump holds of an open item: what came in, and what stages ``done`` of its path made of it."""
+    """State of an open item in the pump: what came in, and what stages ``done`` of its path made of it."""
 
     raw: object
     value: object
@@ -199,7 +199,7 @@ class Pump:
         return not self._final and waiting + max(0, self.ledger.room(size)) < size and waiting < self.ledger.open
 
     async def put(self, value: object) -> Uid:
-        """Take in an item of the loop, once there is room.
+        """Queue an item of the loop, once there is room.
 
         Raises BadInput if the stream has a source or the uid, or is closed; DataError as ``next_batch``.
         """
@@ -260,7 +260,7 @@ class Pump:
         self.wake()
 
     def refresh(self) -> None:
-        """Give up what has become too old."""
+        """Drop items that have become too old."""
         for uid in self.ledger.refresh(self._streams.version):
             self._cancel(uid)
             if self.ledger.find(uid) is None:

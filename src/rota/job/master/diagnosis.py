@@ -75,7 +75,7 @@ class SlowInstance(TypedDict):
 
 
 class WhyDocument(TypedDict):
-    """Who waits for whom now; ``stacks`` by instance are those of culprits and suspects."""
+    """The wait-for graph now; ``stacks`` by instance are those of culprits and suspects."""
 
     vertices: list[JsonObject]
     """``VertexStatus`` as plain values, with ``stuck`` and the ``state`` of the instance; the master comes last."""
@@ -167,7 +167,7 @@ class DiagnosisManager:
         return found
 
     def graph(self, ctx: JobContext, absent: Absent | None = None) -> WaitGraph:
-        """Who waits for whom now. Works on the last beats; a beat of another epoch says nothing."""
+        """The wait-for graph now. Works on the last beats; a beat of another epoch says nothing."""
         if ctx.spec is None:
             return WaitGraph(statuses={})
         present = [one for one in ctx.instances.values() if not (one.ended or one.retired)]
@@ -314,7 +314,7 @@ class DiagnosisManager:
         self.halted = {key: self.halted.get(key, 0) + 1 for key in stopped}
 
     def _stopped(self, ctx: JobContext, graph: WaitGraph) -> Iterator[tuple[InstanceId, JobEvent]]:
-        """Who is given up because its process was stopped at each of the last looks."""
+        """Instances that are given up because their process was stopped at each of the last looks."""
         for (one, epoch), looks in self.halted.items():
             if looks < STOPPED_LOOKS:
                 continue

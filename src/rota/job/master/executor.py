@@ -1,4 +1,4 @@
-"""Executor: carries out the commands of the job machine by a Launcher; each outcome comes back as an event."""
+"""Executor: carries out commands of the job machine by a Launcher; outcomes, and how a process died, become events."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class Executor:
             raise RuntimeError(f"{part.owner} was not saved by {part.process}: {answer.get('text', answer)}")
 
     def handle(self, instance: InstanceId, started: Epoch) -> Handle:
-        """Where to reach a process, known from its start or by its name alone."""
+        """Address of a process, known from its start or by its name alone."""
         name = instance_name(self.place.job, instance, started)
         return self.handles.get(name) or handle_of(name)
 

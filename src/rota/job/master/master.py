@@ -459,7 +459,7 @@ class JobMaster:
             return of_the_job(await self._offload(lambda: self._look_at(which))) or f"no stacks: {error}"
 
     async def why(self) -> WhyDocument:
-        """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
+        """The wait-for graph now, with the stacks of the culprit; before a limit is reached, with the suspects."""
         await self._loaded.wait()
         return await self._watch.explain(self.ctx, self._rendezvous.absent(self.ctx), self.stacks)
 

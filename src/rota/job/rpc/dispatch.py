@@ -1,7 +1,7 @@
 """Dispatch of calls: arguments split and results merged as declared, nested batches cut along dim 0.
 
 A batch is a numpy array, a torch tensor, a Ref, a list, or a dict or tuple (nested) of batches of the same length.
-Texts, numbers and None inside a batch belong to every item and go to every member unchanged. torch is never imported
+Texts, numbers and None inside a batch are broadcast to every member unchanged. torch is never imported
 here: a tensor can only come from a process that has it. Law: ``merge(split(x))`` through an identity operation equals
 ``x``.
 """
@@ -25,7 +25,7 @@ Mesh = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPart:
-    """What one member gets: its value, how many items it is long and how many of them are real (not padding)."""
+    """Share of one member: its value, how many items it is long and how many of them are real (not padding)."""
 
     value: Any
     size: int
@@ -54,7 +54,7 @@ def representatives(mesh: Mesh, axis: str | None, world: int) -> tuple[int, ...]
 
 
 def split(value: object, rule: Send, *, mesh: Mesh, world: int) -> dict[int, BatchPart]:
-    """What each rank gets of the first argument. Raises BadInput when it does not divide or has no such axis."""
+    """Share of each rank of the first argument. Raises BadInput when it does not divide or has no such axis."""
     match rule:
         case SameRule():
             size = _length_or(value, 1)

@@ -27,7 +27,7 @@ def master_scope(job: JobId) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who appends: its scope and the epoch it took for it."""
+    """Writer of an append: its scope, and the epoch it took for it."""
 
     scope: str
     epoch: Epoch

@@ -276,7 +276,7 @@ class SqlLog:
         return self._db.url
 
     def close(self) -> None:
-        """Give every connection back; the log may not be used afterwards."""
+        """Close every connection; the log may not be used afterwards."""
         self._mark.close()
         self._db.close()
 

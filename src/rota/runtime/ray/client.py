@@ -55,7 +55,7 @@ NOTHING: Mapping[str, object] = {
     "list_jobs": [],
     "let_go": None,
 }
-"""Operations that start no engine, with what they give where none runs."""
+"""Operations that never start an engine, and their result when none is running."""
 RECORD = "gateway"
 LOCAL_NAMESPACE = "rota/local"
 _BACKOFF_S = (0.2, 5.0)
@@ -83,7 +83,7 @@ class ProcessDocument(MasterDocument):
 
 
 class FoundDocument(TypedDict):
-    """What of a job exists in the engine."""
+    """Processes and reservations of a job in the engine."""
 
     master: ProcessDocument | None
     instances: list[ProcessDocument]
@@ -185,7 +185,8 @@ def command_of(home: Path, settings: EngineSettings) -> tuple[str, ...]:
 
 
 def namespace_of(home: Path, settings: EngineSettings) -> str:
-    """Where the jobs of this home live in Ray: on a given engine one of its own, drawn once, for others use it too.
+    """Where the jobs of this home live in Ray: on a given engine one of its own, drawn once,
+    because other installations share it.
 
     Not of the path, which may be the same on another machine. Called by who alone serves the home.
     """
@@ -272,7 +273,7 @@ class GatewayClient:
         return await self._ask("nodes", {"holder": f"in {self._home} on {platform.node()}"}, timeout_s=timeout_s)
 
     async def usage(self, host: str, *, timeout_s: float = 30.0) -> MachineUsage:
-        """What a machine does, measured there."""
+        """Usage of a machine, measured there."""
         return await self._ask("usage", {"host": host}, timeout_s=timeout_s)
 
     async def check_machines(self, *, timeout_s: float = 800.0) -> CheckFacts:
@@ -312,7 +313,7 @@ class GatewayClient:
         return await self._ask_once("master_status", {"job": job}, timeout_s=timeout_s)
 
     async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> JsonObject | None:
-        """Who waits for whom in a job, as its master sees it now; None while it does not answer."""
+        """The wait-for graph of a job, as its master sees it now; None while it does not answer."""
         return await self._ask_once("master_why", {"job": job}, timeout_s=timeout_s)
 
     async def execute(
@@ -503,7 +504,7 @@ class GatewayClient:
         return None
 
     async def _is_own(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Hear its greeting. One with other settings, as a killed service may leave behind, is ended."""
+        """Read the hello of the gateway, and stop one with other settings, as a killed service may leave behind."""
         try:
             async with asyncio.timeout(_DEAF_S):
                 greeting = await read_message(reader)

@@ -206,7 +206,7 @@ class Host:
 
     @ray.method(concurrency_group="control")
     async def end(self) -> object:
-        """Let the target end politely (its ``stop()`` if it has one); the process itself is ended by the launcher."""
+        """Let the target end gracefully (its ``stop()`` if it has one); the process itself is ended by the launcher."""
         answer = None
         if getattr(self._target, "stop", None) is not None:
             answer = await self._forward("control", ["stop"], (), {})

@@ -40,7 +40,7 @@ LOOK_S = 2.0
 
 
 class RayNode(TypedDict):
-    """What Ray's table says of a node: one row of ``ray.nodes()``."""
+    """A node in Ray's table: one row of ``ray.nodes()``."""
 
     NodeID: str
     Alive: bool
@@ -223,7 +223,7 @@ async def ask_node(node_id: str, limit_s: float, task: Any, *args: object) -> An
 
 
 async def usage_of(node_id: str) -> MachineUsage:
-    """What a machine does, by Ray's id of it. Raises ValueError without an answer in time."""
+    """Usage of a machine, by Ray's id of it. Raises ValueError without an answer in time."""
     try:
         return await ask_node(node_id, _USAGE_S, _usage)
     except (TimeoutError, RayError) as error:
@@ -290,7 +290,7 @@ def claim(machines: Iterable[str], namespace: str, holder: str) -> dict[str, str
 
 
 def let_go(namespace: str) -> None:
-    """Give back every machine of the installation of a namespace; blocks."""
+    """Release every machine of the installation of a namespace; blocks."""
     for machine in _internal_kv_list("", namespace=TABLE):
         found = json.loads(_internal_kv_get(machine, namespace=TABLE) or "{}")
         if found.get("namespace") == namespace:

@@ -74,7 +74,7 @@ _IDLE, _STARTING = "ray::IDLE", "default_worker.py"
 
 
 def connect(address: str, namespace: str) -> GatewayOps:
-    """Become a client of the engine; its environment must be set already. Blocks. Raises ConnectionError."""
+    """Connect this process to the engine; its environment must be set already. Blocks. Raises ConnectionError."""
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
     return GatewayOps(namespace)
 
@@ -108,7 +108,7 @@ class GatewayOps:
         return await self.machines.look(rows, held)
 
     async def usage(self, host: str) -> MachineUsage:
-        """What a machine does, measured there."""
+        """Usage of a machine, measured there."""
         wanted = host_selector(host).items()
         rows = await asyncio.to_thread(ray.nodes)
         found = [row["NodeID"] for row in rows if row["Alive"] and wanted <= row["Labels"].items()]
@@ -216,7 +216,7 @@ class GatewayOps:
         return await self._ask_master(job, "status", _STATUS_S)
 
     async def master_why(self, job: str) -> JsonObject | None:
-        """Who waits for whom in the job, with the stacks of the culprits; None while the master does not answer."""
+        """The wait-for graph of the job, with the stacks of the culprits; None while the master does not answer."""
         return await self._ask_master(job, "why", _WHY_S)
 
     async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> ExecResult | None:

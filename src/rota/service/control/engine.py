@@ -51,7 +51,7 @@ class Engine(GatewayClient):
         self._started = True
         home = str(self._folders.root)
         args = {"job": job, "db_url": self._db_url, "home": home}
-        env = {environ.HOME: home}  # which a given engine has not
+        env = {environ.HOME: home}  # not set on an external Ray cluster
         if many := has_machines(self._settings):
             env[environ.INSTALLATION] = installation_of(self._folders.root)
         here = many and self._db_url.startswith("sqlite")  # a file, which other machines do not have

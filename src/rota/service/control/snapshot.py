@@ -62,7 +62,7 @@ class Views:
         return pickle.dumps([_fields(part) for part in self._parts()], protocol=5)
 
     def load(self, body: bytes) -> None:
-        """Become what was dumped. Raises any error for a damaged ``body``, and has changed nothing then."""
+        """Restore a dump. Raises any error for a damaged ``body``, and has changed nothing then."""
         found = pickle.loads(body)  # noqa: S301 - a private file of this user with its digest, see ``restore``
         parts = [(part, dict(fields)) for part, fields in zip(self._parts(), found, strict=True)]
         if any(fields.keys() != _fields(part).keys() for part, fields in parts):
@@ -82,7 +82,7 @@ def _fields(part: Any) -> dict[str, Any]:
 def program(profile: str) -> str:
     """A digest of the program and of the scheduling ``profile`` by its settings: what a snapshot depends on.
 
-    Of the files as they are when a process first asks, so of those that it has just imported.
+    Computed once a process, early, so that the files are those that it imported.
     """
     root = Path(rota.__file__).parent
     digest = hashlib.sha256(f"{sys.version} {np.__version__} {profile}".encode())

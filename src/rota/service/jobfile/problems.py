@@ -1,4 +1,4 @@
-"""Problems of a job file: where each is, what it is, what to do; collected, as lines with a caret and as JSON."""
+"""Problems of a job file: where each is, what it is, what to do; also what to do when a disk is full or read-only."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Problem:
 
 
 def cannot_use(error: OSError) -> BadInput:
-    """The error for a file that the system refuses."""
+    """The ``BadInput`` for an OSError, with what to do about it."""
     hint = DISK_REMEDIES.get(error.errno or 0, "see: rota doctor")
     return BadInput(f"{error.filename or 'a file'}: {error.strerror or error}", hint=hint)
 

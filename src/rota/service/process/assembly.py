@@ -159,7 +159,7 @@ def snapshot_file(settings: Settings) -> SnapshotFile:
 
 
 async def replay(app: AppState) -> SnapshotFile:
-    """Take in the past: the snapshot of the log where there is one that can be used, then the records after it."""
+    """Load the past: the snapshot of the log where there is one that can be used, then the records after it."""
     file = await asyncio.to_thread(snapshot_file, app.settings)
     await asyncio.to_thread(file.restore, app.loop.views, app.loop.log)
     await app.loop.replay()
@@ -167,7 +167,7 @@ async def replay(app: AppState) -> SnapshotFile:
 
 
 async def begin(app: AppState) -> SnapshotFile:
-    """Take in the past, and what passed since it ended."""
+    """Load the past, and what passed since it ended."""
     file = await replay(app)
     await note_downtime(app)
     return file

@@ -31,7 +31,7 @@ KEPT_OF_JOBS = ("logs", "output")
 
 
 class BackupDocument(TypedDict):
-    """What ``back_up`` wrote."""
+    """Result of ``back_up``."""
 
     kind: str
     file: str
@@ -41,7 +41,7 @@ class BackupDocument(TypedDict):
 
 
 class RestoreDocument(TypedDict):
-    """What ``restore`` laid down; ``pretend`` are the pretended nodes that the next ``up`` takes again.
+    """Result of ``restore``; ``pretend`` are the pretended nodes that the next ``up`` takes again.
 
     ``jobs`` are those that the next ``up`` continues: they had not ended, and were not paused.
     """

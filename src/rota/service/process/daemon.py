@@ -106,7 +106,7 @@ class IdleStatus(TypedDict):
 
 
 class DownDocument(TypedDict):
-    """What ``down`` ended, and what it could not end."""
+    """Result of ``down``: what it ended, and what it could not end."""
 
     api: str
     kind: str

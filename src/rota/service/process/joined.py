@@ -83,7 +83,7 @@ class Membership:
 
 
 class MachineStatus(TypedDict):
-    """What the agent does: ``joining``, ``joined`` or ``waiting`` (for the service), and why."""
+    """State of the agent: ``joining``, ``joined`` or ``waiting`` (for the service), and why."""
 
     state: str
     text: str
@@ -91,7 +91,7 @@ class MachineStatus(TypedDict):
 
 
 class JoinDocument(TypedDict):
-    """What ``join`` and ``leave`` did with this machine."""
+    """Result of ``join`` and ``leave`` on this machine."""
 
     api: str
     kind: str

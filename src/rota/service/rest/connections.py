@@ -86,12 +86,12 @@ class Connections:
         return True
 
     def forget(self, one: HttpConnection) -> None:
-        """It is closed; harmless if it was forgotten before."""
+        """Remove a closed connection; a no-op if it was removed before."""
         if (address := self._open.pop(one, None)) is not None:
             self._of -= Counter([address])  # drops an address at 0: else the table grows with each that ever came
 
     def renew(self, one: HttpConnection) -> None:
-        """It has had an answer: others are older now."""
+        """Mark as most recently used: it has had an answer."""
         if (address := self._open.pop(one, None)) is not None:
             self._open[one] = address
 
@@ -111,7 +111,7 @@ class HttpConnection(H11Protocol):
         return answers and bool({"asker", "caller"} & self.cycle.scope.get("state", {}).keys())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] - as uvicorn declares it
-        """Take it in, or refuse it."""
+        """Accept the connection, or refuse it."""
         super().connection_made(transport)
         if not self._shared.admit(self, self.client[0] if self.client else ""):
             transport.write(_BUSY)
@@ -120,13 +120,13 @@ class HttpConnection(H11Protocol):
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone, whoever closed it."""
+        """Called when the connection is closed, by either side."""
         self._shared.forget(self)
         self._have_request()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """What has come by now: once it is a request, its time is that of its body."""
+        """Handle received data; the limit for a request ends with its head."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:

@@ -1,4 +1,4 @@
-"""Installation as its log has it: every job, the nodes, the queues, the engine; the read side of the service."""
+"""Installation as its log has it: jobs, the id of a new one, nodes, queues, engine; the read side of the service."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Installation:
         return self.trees[-1].queues
 
     def apply(self, record: Record) -> None:
-        """Take in one record, in order; a repeated one changes nothing."""
+        """Apply one record, in order; a repeated one changes nothing."""
         if record.number <= self.number:
             return
         self.number = record.number

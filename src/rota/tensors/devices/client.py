@@ -1,4 +1,4 @@
-"""Device tensors of one process: slabs opened once, blocks asked of the keeper, memory released behind its streams.
+"""Device tensors of one process: slabs opened once, blocks asked of the keeper, memory freed in stream order.
 
 The memory of a device belongs to its keeper, a process of its own (``keeper.py``), one a device and namespace. A
 version on a device is an ordinary version whose block in shared memory holds, instead of the tensors, the place where
@@ -57,7 +57,7 @@ class Driver(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Give memory back that no other process has open."""
+        """Free memory that no other process has open."""
         ...
 
     def export(self, address: int) -> bytes:
@@ -97,7 +97,7 @@ class Driver(Protocol):
         ...
 
     def reuse(self, address: int, size: int) -> None:
-        """A block gets a new owner; its last user is done with it."""
+        """Called before a block is reused, when its last user is done with it."""
         ...
 
 
@@ -285,7 +285,7 @@ class Devices:
         return closed
 
     def ask(self, uuid: str, words: Fields, *, start: bool = True) -> Fields:
-        """One question to a device's keeper, started if need be; empty when there is none and none is to start."""
+        """Send a request to the keeper of a device, started if need be; empty when none runs and ``start`` is False."""
         with self._lock:
             for attempt in range(_ASK_TRIES):
                 if attempt:

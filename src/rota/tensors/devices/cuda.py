@@ -89,7 +89,7 @@ class Cuda:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give a slab back."""
+        """Free a slab."""
         self._enter(self._devices.pop(address))
         self._call("cuMemFree_v2", address)
 

@@ -94,7 +94,7 @@ class Memfd:
         return self.map(fd, device, front, owned=True)
 
     def free(self, address: int) -> None:
-        """Give memory back; who still maps it keeps it."""
+        """Free memory; processes that still map it keep it."""
         self.unmap(self.need(address, owned=True))
 
     def export(self, address: int) -> bytes:
@@ -130,7 +130,7 @@ class Memfd:
         del device
 
     def record(self, stream: DriverObject) -> DriverObject:
-        """What was done is done."""
+        """No-op: all work is synchronous."""
         return stream
 
     def is_done(self, event: DriverObject) -> bool:
@@ -144,7 +144,7 @@ class Memfd:
         """Nothing to do: all work on it is synchronous."""
 
     def map(self, fd: int, device: str, nonce: bytes, *, owned: bool) -> int:
-        """Have a memfd in this process; its address."""
+        """Map a memfd into this process; its address."""
         size = os.fstat(fd).st_size
         mapped = mmap.mmap(fd, size)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapped)) + self.front_bytes

@@ -126,8 +126,8 @@ def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: 
 
 
 class Buffers:
-    """Those of the pieces of this rank. After a step the first data rank's are everyone's, as in
-    ``DistributedDataParallel``: statistics are of the rows of one rank, and a checkpoint holds those of one."""
+    """Buffers (BatchNorm statistics ...) of the modules on this rank. After a step all ranks have those of the first
+    data rank, as in ``DistributedDataParallel``: statistics are of the rows of one rank, also in a checkpoint."""
 
     def __init__(self, pieces: Sequence[nn.Module], mesh: PlanMesh) -> None:
         self._pieces = pieces
@@ -138,7 +138,10 @@ class Buffers:
         self._seen = {name: (one, one._version) for name, one in self._held().items()}
 
     def agree(self) -> None:
-        """Send the changed ones. Collective over the ranks with equal weights; nothing is sent without buffers."""
+        """Broadcast changed buffers from the first rank of each group; a no-op without buffers.
+
+        Collective over the ranks with equal weights.
+        """
         held = self._held() if self._groups else {}
         if not held:
             return

@@ -124,7 +124,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send ``sent[i]`` rows to rank i and receive ``received[i]`` from it, in rank order; equal parts when None.
 
-    The gradient takes the way back.
+    Backward is the inverse all-to-all.
     """
     return _AllToAll.apply(rows, sent, received, group)
 

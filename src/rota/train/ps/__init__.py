@@ -1,3 +1,3 @@
-"""Parameter server: clocks that decide, shards that hold dense ranges and sparse tables, and their client."""
+"""Parameter server: consistency clocks, shards of dense ranges and sparse tables, and their client."""
 
 from rota.train.ps.clocks import Rule as Rule

@@ -161,7 +161,7 @@ class PsServer:
             return self._core.clocks[worker]
 
     def stats(self) -> ShardStats:
-        """What the shard counts."""
+        """Counters of the shard."""
         with self._changed:
             core = self._core
             return ShardStats(

@@ -214,4 +214,4 @@ async def icon(request: Request) -> Response:
 
 
 routers = (router, _named, ui)
-"""In the order in which a request is held against their routes."""
+"""In matching order."""

@@ -1,1 +1,1 @@
-"""The decisions about one job: pure functions over values; nothing here touches the world."""
+"""The decisions about one job: pure functions over values; no side effects."""

@@ -30,7 +30,7 @@ def _stamp(label: bytes, stream: bytes) -> bytes:
 
 
 def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -> None:
-    """Until both pipes are closed by everyone who holds them. Lines over 64 KiB are cut into several."""
+    """Until all holders have closed both pipes. Lines over 64 KiB are cut into several."""
     pending, shown = dict.fromkeys(streams, b""), dict.fromkeys(streams, 0.0)
     poller = select.poll()
     for fd in streams:

@@ -82,7 +82,7 @@ class HolderRow(TypedDict):
 
 
 class VersionRow(TypedDict):
-    """One version of a name: where its bytes lie, and who holds it."""
+    """One version of a name: where its bytes are, and its holders."""
 
     version: int
     step: int

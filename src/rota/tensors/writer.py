@@ -426,7 +426,7 @@ class TensorWriter:
     def await_readers(self, group: str, alive_max: int, wait_s: float) -> None:
         """Wait until at most ``alive_max`` steps that this process published are still in memory.
 
-        Raises BackPressure, with who holds the oldest.
+        Raises BackPressure, with the holders of the oldest.
         """
         space, delay_s = self._space, _POLL_S
         deadline_s = space.deadline_s(wait_s)

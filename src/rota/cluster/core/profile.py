@@ -134,7 +134,7 @@ class SharedDevices(Protocol):
         ...
 
     def separate(self, state: State, now: float) -> list[Resize | Preempt]:
-        """Who gets its devices whole again, and who is stopped because sharing them does not pay."""
+        """Jobs that get their devices whole again, and jobs that are stopped because sharing does not pay."""
         ...
 
     def give_back(self, state: State, txn: Txn, row: LiveJob, placer: Placer) -> dict[JobId, Allocations]:

@@ -1,4 +1,4 @@
-"""Order in which a pass tries waiting jobs: the first of each line of equal jobs, or queue, then who is behind it."""
+"""Order in which a pass tries waiting jobs: the first of each line of equal jobs, or queue, then those behind it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RememberedRefusal:
 
 
 class TryOrder:
-    """The first job of every line of equal jobs, or of every queue, in the order of the policy; then who is behind it.
+    """The first job of every line of equal jobs, or of every queue, in the order of the policy; then those behind it.
 
     ``starts`` counts starts and claims so far: ranks stay as they are until there is one more. With ``until`` none that
     has a rank of its own and comes after that job.

@@ -58,7 +58,7 @@ DATA_MAX = 8
 
 
 class PolicyBook(Protocol):
-    """What a policy keeps beside the state, in step with who holds what."""
+    """Records of a policy beside the state, updated with each allocation."""
 
     def hold(self, txn: Txn, state: State, row: LiveJob) -> None:
         """A job was given ``row.held``."""
@@ -78,7 +78,7 @@ class Answers:
 
     Each answer has in its key, or beside it, the change that it follows from (``State.ranked_at``, ``State.marks``).
     No two changes share a number: when a write is undone the answers of before are found again, and those of after it
-    never are. ``steps`` has by change of ``ranked`` the one before it of that queue, and who came or left.
+    never are. ``steps`` has by change of ``ranked`` the one before it of that queue, and the job that came or left.
     """
 
     def __init__(self) -> None:

@@ -262,7 +262,7 @@ class Outranked:
     def victims(self, state: State, txn: Txn, row: LiveJob, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         """The fewest of those behind the job, from the last, with which it fits; empty if all of them are too few.
 
-        What ran before now is ranked once for a pass; who has let go since then is left out.
+        What ran before now is ranked once for a pass; jobs that released theirs since then are left out.
         """
         known = cast("_Ranked | None", txn.notes.get((self, now)))
         if known is None:
@@ -309,7 +309,7 @@ def _after(places: Sequence[Column], mine: Rank) -> NDArray[np.bool_]:
 
 
 def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
-    """Who got least so far comes first, and takes the place of who got much."""
+    """Least attained service: jobs with less service so far come first, and preempt those with more."""
     order = LeastService(threshold_gpu_s)
     return Profile(
         name="las",
@@ -347,7 +347,7 @@ class ShortestFirst:
 
 
 def srtf() -> Profile:
-    """Who is done soonest comes first, also in place of who runs. Needs true estimates."""
+    """Jobs with the shortest remaining time come first, and preempt others. Needs true estimates."""
     return _shortest("srtf", ShortestFirst())
 
 

@@ -46,7 +46,7 @@ def _is_due(ctx: JobContext) -> bool:
 
 
 def overdue(ctx: JobContext) -> JobContext:
-    """The notice is over: who has another place goes there once its state is saved; else the job goes to the queue."""
+    """The notice is over: those with another place move once their state is saved; else the job goes to the queue."""
     assert ctx.spec is not None
     if held(ctx) is not None:
         return replace(ctx, boundary=True)

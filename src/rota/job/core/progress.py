@@ -92,7 +92,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda root: root.members))
 
     def waiters(self, root: Root) -> tuple[str, ...]:
-        """Everybody who waits for a root, directly or through others."""
+        """Vertices that wait for a root, directly or through others."""
         inside = set(root.members)
         before: dict[str, list[str]] = {}
         for wait in self.waits:

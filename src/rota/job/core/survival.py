@@ -53,7 +53,7 @@ def keepers(ctx: JobContext) -> Iterator[InstanceId]:
 
 
 def hosts_now(ctx: JobContext) -> tuple[tuple[InstanceId, str], ...]:
-    """The host of everybody who has a place: in its memory a commit of now leaves the state."""
+    """The host of each instance that has a place: in its memory a commit of now leaves the state."""
     return tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances if one in ctx.bound)
 
 

@@ -287,7 +287,7 @@ class Pump:
                     self.ledger.queue(uid, version)
 
     def wake(self) -> None:
-        """Let everybody who waits look again."""
+        """Wake all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 

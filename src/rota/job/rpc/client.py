@@ -165,7 +165,7 @@ class RpcClient:
         self._load: dict[InstanceId, int] = {}
 
     def update(self, table: PeerTable) -> None:
-        """Take a newer table; wakes everybody who waits for one."""
+        """Use a newer table; wakes all waiters."""
         if table.version <= self.table.version:
             return
         older, self.table = self.table, table
@@ -186,7 +186,7 @@ class RpcClient:
         self.wake()
 
     def wake(self) -> None:
-        """Let everybody who waits look again."""
+        """Wake all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -562,7 +562,7 @@ class Plane:
         return self._space.retry(lambda: inspect.tensor_list(self._space, prefix))
 
     def stat_document(self, name: str) -> inspect.TensorDocument:
-        """The document of ``rota tensors stat``: a name, its versions, who holds them. Raises NotFound."""
+        """The document of ``rota tensors stat``: a name, its versions, their holders. Raises NotFound."""
         row = self.info(name)
         return self._space.retry(lambda: inspect.tensor(self._space, row))
 

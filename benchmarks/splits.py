@@ -1,8 +1,9 @@
 """Split of the cores of a machine between actor and rollouts: the one that is found beside all of them run by hand.
 
 ``python benchmarks/splits.py [--commits 40] [--rounds 1]``. The job is ``examples/grpo_sums/job_split.yaml`` with four
-equal shares of the cores; by hand it has each split of them for so many commits, in turn, ``rounds`` times. ``ratio``
-is the median commit of the split that is found, as it was by hand, over that of the best one. Needs a quiet machine.
+equal shares of the cores that the service sees; by hand it has each split for so many commits, in turn, ``rounds``
+times. ``ratio`` is the median commit of the split that is found, as it was by hand, over that of the best one. It needs
+a quiet machine.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ SPLITS: tuple[Split, ...] = ((1, 3), (2, 2))
 """All that there are: the 256 rows of a step have no three equal parts."""
 
 
-def job_of(split: Split | None) -> str:
+def job_of(split: Split | None, cores: float) -> str:
     """The job file: with a split by hand, or with one that is chosen."""
     spec = YAML(typ="safe").load(FOLDER / "job_split.yaml")
     for role, n in zip(("actor", "rollout"), split or (0, 0)):
-        spec["roles"][role]["resources"]["cpus"] = round((len(os.sched_getaffinity(0)) - BESIDE) / SLOTS - 0.005, 2)
+        spec["roles"][role]["resources"]["cpus"] = round((cores - BESIDE) / SLOTS - 0.005, 2)
         spec["roles"][role] |= {"replicas": n} if n else {}
     if split:
         del spec["roles"]["actor"]["plan"]
@@ -63,7 +64,8 @@ def job_of(split: Split | None) -> str:
 
 def run(home: Home, split: Split | None, commits: int) -> tuple[Split, list[Split], float, str]:
     """The last split of a job, all that it had, the median seconds of the commits of the last, and why it has it."""
-    body = {"source": job_of(split), "filename": "job.json", "workdir": str(FOLDER)}
+    cores = sum(node["cpus"] for node in daemon.ask(home, "GET", "/api/v1/nodes")["items"])
+    body = {"source": job_of(split, cores), "filename": "job.json", "workdir": str(FOLDER)}
     job = str(daemon.ask(home, "POST", "/api/v1/jobs", body)["id"])
     records, until_s = Records(SqlLog(home.db_url), JobId(job)), time.monotonic() + LIMIT_S
     had, times, why = list[Split](), list[float](), ""

@@ -223,7 +223,7 @@ class State:
             self.memory = memory
 
     def digest(self) -> str:
-        """A hash of everything that decisions depend on; equal states have equal digests."""
+        """A hash of what is given and of the jobs; kept verdicts, limits of queues and pairs undone are not in it."""
         h = hashlib.sha256()
         for array in self.arrays:
             h.update(array.tobytes())

@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,24 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
+def machine() -> dict[str, Any]:
+    """Where the figures are from."""
+    return {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
+
+
+@contextmanager
+def service(**settings: object) -> Iterator[Home]:
+    """A service with a home of its own, which are gone after the block."""
+    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    given = load_settings({"home": str(root), "port": free_port(), **settings}, environ={})
+    daemon.up(given)
+    try:
+        yield Home.of(given.home)
+    finally:
+        daemon.down(given, force=True)
+        shutil.rmtree(root, ignore_errors=True)
+
+
 def submit(home: Home, name: str, roles: dict[str, Any], env: dict[str, str]) -> str:
     """Submit a job of the echo workload; its id."""
     source = json.dumps({"name": name, "roles": roles, "env": env})
@@ -315,17 +334,10 @@ def main() -> None:
     sys.path.insert(0, str(WORKLOADS.parents[2]))
     from tests.machines.bed import missing
 
-    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    settings = load_settings({"home": str(root), "port": free_port(), "pretend": "1x2x0"}, environ={})
-    daemon.up(settings)
-    try:
-        home = Home.of(settings.home)
+    with service(pretend="1x2x0") as home:
         ours, theirs, bare = measure_calls(home, given.rounds, given.calls)
         begun, bare_begun = measure_starts(home, bare, given.starts) if given.starts else ([], [])
         bare.close()
-    finally:
-        daemon.down(settings, force=True)
-        shutil.rmtree(root, ignore_errors=True)
     if why := missing():
         print(f"no machines: {why}", file=sys.stderr)
     else:
@@ -352,8 +364,7 @@ def main() -> None:
         start["more_s"] = start["ours_s"] - start["ray_s"]
         table.append(Row("submit to the first role", start["ours_s"], "s", start["ray_s"], "Ray, an actor"))
     hand_in(table)
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    print(json.dumps({**rows, "submit_to_first_role": start, "rounds": given.rounds, "machine": machine}, indent=2))
+    print(json.dumps({**rows, "submit_to_first_role": start, "rounds": given.rounds, "machine": machine()}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -30,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, client_of, free_port
+from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, client_of, free_port, machine
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
@@ -440,8 +439,7 @@ def main() -> int:
     if (left := segments(Home.of(root))).exists():
         found["wrong"].append(f"shared memory left behind: {left}")
     hand_in(rows(found))
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    print(json.dumps({**found, "seed": given.seed, "every_s": given.every, "machine": machine}, indent=2))
+    print(json.dumps({**found, "seed": given.seed, "every_s": given.every, "machine": machine()}, indent=2))
     return 1 if found["wrong"] else 0
 
 

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,11 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from calls import LIMIT_S, TERMINAL, Records, free_port
+from calls import LIMIT_S, TERMINAL, Records, machine, service
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
-from rota.service.config import load_settings
 from rota.service.process import daemon
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, JobEnded, Record, RolledBack
 from rota.spec.ids import JobId
@@ -138,14 +133,8 @@ def main() -> None:
     parser.add_argument("--example", default="")
     parser.add_argument("--kills", type=int, default=STEPS)
     given = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    settings = load_settings({"home": str(root), "port": free_port()}, environ={})
-    daemon.up(settings)
-    try:
-        found = measure(Home.of(settings.home), given)
-    finally:
-        daemon.down(settings, force=True)
-        shutil.rmtree(root, ignore_errors=True)
+    with service() as home:
+        found = measure(home, given)
     hand_in(
         [
             Row(f"time lost to a kill every {given.every:g} s", 100 * (1 - found["ettr"]), "%"),
@@ -156,8 +145,7 @@ def main() -> None:
             ),
         ]
     )
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    print(json.dumps({**found, "every_s": given.every, "machine": machine}, indent=2))
+    print(json.dumps({**found, "every_s": given.every, "machine": machine()}, indent=2))
 
 
 if __name__ == "__main__":

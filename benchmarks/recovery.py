@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -29,12 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sqlalchemy import create_engine, text
 
-from calls import LIMIT_S, Bare, Records, free_port, role, submit
+from calls import LIMIT_S, Bare, Records, client_of, machine, role, service, submit
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.event_log.sql import SqlLog
-from rota.service.config import load_settings
 from rota.service.process import daemon
 from rota.spec.events import Committed, FailoverStarted, InstanceReady, InstanceStarted, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
@@ -160,7 +155,7 @@ def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
     output = home.job(job).output
     while not (output / "warm").exists():
         time.sleep(0.05)
-    bare = Bare(home, 10)
+    bare = Bare(*client_of(home), 10)
     before = pids(home, job)
     watch = BeatWatch(home, job)
     watch.start()
@@ -201,14 +196,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--records", type=int, default=10_000)
     given = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    settings = load_settings({"home": str(root), "port": free_port(), "pretend": "1x2x0"}, environ={})
-    daemon.up(settings)
-    try:
-        found = measure(Home.of(settings.home), given.kills, given.records)
-    finally:
-        daemon.down(settings, force=True)
-        shutil.rmtree(root, ignore_errors=True)
+    with service(pretend="1x2x0") as home:
+        found = measure(home, given.kills, given.records)
     gap = found["beat_gap_s"]
     table = [
         Row("an instance is back after kill -9", found["ours_s"], "s", found["ray_s"], "Ray, an actor"),
@@ -226,8 +215,7 @@ def main() -> None:
         text = f"a master after {found['master']['records']:.0f} records"
         table.append(Row(text, found["master"]["kept_s"], "s", found["master"]["replayed_s"], "replay of all"))
     hand_in(table)
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    print(json.dumps({**found, "machine": machine}, indent=2))
+    print(json.dumps({**found, "machine": machine()}, indent=2))
 
 
 if __name__ == "__main__":

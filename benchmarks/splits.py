@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -26,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ruamel.yaml import YAML
 
-from calls import LIMIT_S, TERMINAL, Records, free_port
+from calls import LIMIT_S, TERMINAL, Records, machine, service
 from ettr import ended_at
 from rota.cluster.core.splits import WINDOW
 from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
-from rota.service.config import load_settings
 from rota.service.process import daemon
 from rota.spec.events import Committed, JobAdmitted
 from rota.spec.ids import JobId
@@ -114,18 +109,11 @@ def main() -> None:
     parser.add_argument("--commits", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    settings = load_settings({"home": str(root), "port": free_port()}, environ={})
-    daemon.up(settings)
-    try:
-        found = measure(Home.of(settings.home), given.commits, given.rounds)
-    finally:
-        daemon.down(settings, force=True)
-        shutil.rmtree(root, ignore_errors=True)
+    with service() as home:
+        found = measure(home, given.commits, given.rounds)
     if found["ratio"]:
         hand_in([Row("step of the split that is found over the best by hand", found["ratio"], "")])
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-    print(json.dumps({**found, "machine": machine}, indent=2))
+    print(json.dumps({**found, "machine": machine()}, indent=2))
 
 
 if __name__ == "__main__":

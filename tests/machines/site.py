@@ -36,6 +36,8 @@ _PORTS = {
     "runtime-env-agent": 22367,
     "metrics-export": 22368,
 }
+RAY_ENVIRON = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180", "RAY_worker_niceness": "0"}
+"""The last as docs/how-to/run-on-a-ray-cluster.md says: the computer may have more to do."""
 _RAY_START = """
 from ray._private import node
 from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
@@ -84,8 +86,7 @@ class Site:
 
     def environ_of(self, machine: Machine) -> dict[str, str]:
         """What every process of the installation on a machine has in its environment."""
-        ray = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
-        ray["RAY_worker_niceness"] = "0"  # as docs/how-to/run-on-a-ray-cluster.md says: a computer may have more to do
+        ray = {"RAY_DEDUP_LOGS": "0", **RAY_ENVIRON}
         if not self.joined:  # a token in ~/.ray, which all machines see, would make the head alone ask for it
             ray["RAY_AUTH_MODE"] = "disabled"
         return {"ROTA_HOME": self.home_of(machine), **ray}

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 from tests.machines.bed import Machine, bed
-from tests.machines.site import RAY_START, long
+from tests.machines.site import RAY_ENVIRON, RAY_START, long
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 AGENT = "rota.service.process.joined"
 LIMIT_S = 180.0
 ROTA = (sys.executable, "-m", "rota")
-ENVIRON = {"ROTA_HOME": "/tmp/h", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
-ENVIRON["RAY_worker_niceness"] = "0"
+ENVIRON = {"ROTA_HOME": "/tmp/h", **RAY_ENVIRON}
 """The same path on each machine, and a folder of its own there: ``/tmp`` is not shared."""
 ONE_ON_EACH = """
 name: wide

@@ -65,7 +65,7 @@ from rota.spec.resources import FAILOVER, LOST_BY, Health, Node
 from rota.spec.states import JobState
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
-STOPS_OF_SERVICE = frozenset({Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED, Reason.RESIZED})
+STOPS_FOR_NO_JOB = frozenset({Reason.PAUSED, Reason.SERVICE_DOWN, Reason.NODE_REMOVED, Reason.RESIZED})
 """Reasons of stops that make room for no other job."""
 IDLE_WAIT_S_MAX = 1.0
 """Maximum time that work of another thread is held back; decisions are far shorter."""
@@ -264,7 +264,7 @@ class Scheduler:
                 self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
                 self._forget_all(job, known, at)
-                self._release(job, at, cools=reason not in STOPS_OF_SERVICE)
+                self._release(job, at, cools=reason not in STOPS_FOR_NO_JOB)
                 if known is not None and bundles_of(known.own) != known.bundles:
                     self._learn(job, replace(self._jobs[job], own=(), bundles=0), at)  # as its spec says
                 self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)

@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import TENANT_LABEL, InvariantBroken, State
-from rota.cluster.live import STOPS_OF_SERVICE, RequestsOf, Scheduler
+from rota.cluster.live import STOPS_FOR_NO_JOB, RequestsOf, Scheduler
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.fgd import POLICIES, WHOLE, Chooser, FreeNodeTable, Mix, TaskShape
 from rota.cluster.sim.report import (
@@ -484,7 +484,7 @@ def _decided(event: Event) -> bool:
         case JobAdmitted() | GangGranted() | GangWaits():
             return True
         case PreemptAsked(reason=reason):
-            return reason not in STOPS_OF_SERVICE
+            return reason not in STOPS_FOR_NO_JOB
         case JobEnded(reason=reason):
             return reason is Reason.DEPENDENCY_FAILED
         case JobWaits(reason=reason):

@@ -99,8 +99,9 @@ class _Connection:
             self.socket = socket.create_connection((address.host, address.port), timeout=timeout_s)
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.settimeout(None)  # the kernel keeps the limits: with Python's own each call polls first
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_SILENT_S), 0))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", ceil(timeout_s), 0))
+        for option, limit_s in ((socket.SO_RCVTIMEO, min(_SILENT_S, timeout_s)), (socket.SO_SNDTIMEO, timeout_s)):
+            whole_s, part_us = divmod(ceil(1e6 * limit_s), 10**6)
+            self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole_s, part_us))
         self.reader = hiredis.Reader()
         if address.password:
             self.exchange([("AUTH", address.user or "default", address.password)])

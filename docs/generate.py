@@ -12,7 +12,7 @@ from pathlib import Path
 import interfaces
 from typescript import types_of
 
-from rota.cluster.core.events import PHASE_CHANGES
+from rota.cluster.core.jobs import PHASE_CHANGES
 from rota.job.core import machine, transitions
 from rota.spec import errors, events, reasons, states
 
@@ -231,7 +231,7 @@ def table_of_phases() -> str:
     lines = ["| when | from | to | event of the scheduler |", "|---|---|---|---|"]
     for row in PHASE_CHANGES:
         leaves = ", ".join(f"`{one}`" for one in row.leaves)
-        lines.append(f"| {row.when} | {leaves} | `{row.enters}` | `{row.event.__name__}` |")
+        lines.append(f"| {row.when} | {leaves} | `{row.enters}` | `{row.event}` |")
     return "\n".join(lines)
 
 

@@ -29,9 +29,9 @@ from rota.cluster.core.admission import (
 )
 from rota.cluster.core.cycle import events_of, step
 from rota.cluster.core.events import (
-    PHASE_CHANGES,
     Event,
     JobArrived,
+    JobGone,
     JobHolds,
     JobPaused,
     JobReleased,
@@ -46,6 +46,7 @@ from rota.cluster.core.events import (
 )
 from rota.cluster.core.guarded import refusals
 from rota.cluster.core.jobs import (
+    PHASE_CHANGES,
     Allocation,
     Allocations,
     LineKey,
@@ -61,7 +62,7 @@ from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import TentativeAllocations, choose_victims, lost_gpu_s, take_what_is_free
 from rota.cluster.core.profile import Admit, Preempt
 from rota.cluster.core.quota import ShareRequest, fair_shares
-from rota.cluster.core.state import State
+from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import Fit
 from rota.cluster.policies.gandiva import LendAndPack, pair_of, potential
@@ -669,7 +670,7 @@ def test_the_changes_of_phase_of_the_page_are_those_that_events_make() -> None:
         ReasonGiven(job=job, wait=Wait(reason=Reason.FRAGMENTED)),
         NodeChanged(node=NodeId("n"), health=None),
     ]
-    found = set[tuple[Phase, Phase, type[object]]]()
+    found = set[tuple[Phase, Phase, str]]()
     for phase, events in to_phase.items():
         for event in every:
             s = state(node("n"))
@@ -678,5 +679,32 @@ def test_the_changes_of_phase_of_the_page_are_those_that_events_make() -> None:
             assert s.jobs[job].phase == phase
             apply(s, event, 1.0)
             if (after := s.jobs[job].phase) != phase:
-                found.add((phase, after, type(event)))
+                found.add((phase, after, type(event).__name__))
     assert found == {(one, row.enters, row.event) for row in PHASE_CHANGES for one in row.leaves}
+
+
+def test_a_state_refuses_a_change_of_phase_that_no_event_makes() -> None:
+    s, job = state(node("n")), JobId("a")
+    for event in (JobArrived(ask=ask("a")), JobPaused(job=job, paused=True)):
+        apply(s, event, 1.0)
+    before = s.digest()
+    with pytest.raises(InvariantBroken) as error, s.txn() as txn:
+        s.put(txn, s.jobs[job]._replace(phase="stopping"))
+    assert str(error.value) == (
+        "a is paused and would be stopping, which PHASE_CHANGES does not have; "
+        "last events of the job: JobArrived a at 1, JobPaused a at 1"
+    )
+    assert error.value.job == job and s.digest() == before
+
+
+def test_events_that_come_late_change_no_phase() -> None:
+    s, job = state(node("n"), node("m")), JobId("a")
+    apply(s, JobArrived(ask=ask("a")), 0.0)
+    apply(s, JobHolds(job=job, held=()), 1.0)
+    assert s.jobs[job].phase == "queued"
+    apply(s, JobHolds(job=job, held=(Allocation(0, (0,), 0, 0, 0),)), 1.0)
+    lost = s.with_cluster([node("m")], ())
+    for event in (JobHolds(job=job, held=(Allocation(0, (0,), 0, 0, 0),)), JobPaused(job=job, paused=True)):
+        apply(lost, event, 2.0)
+        assert lost.jobs[job].phase == "running"
+    apply(lost, JobGone(job=job), 3.0)

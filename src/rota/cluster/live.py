@@ -449,7 +449,7 @@ class Scheduler:
         """The row of a job holds what is its own, and asks no more than that; without anything it is paused."""
         known = self._jobs[job]
         self._release(job, at)
-        if not known.own:
+        if not (held := held_at(self.state, known.own)):
             self._happened(events.JobPaused(job=job, paused=True), at)
             return
         row, bundles, choice = self.state.jobs[job], bundles_of(known.own), None
@@ -459,7 +459,6 @@ class Scheduler:
             requests = known.requests if bundles == known.bundles else tuple(request for request, _ in known.own)
             ask = replace(row.ask, shape=compile_shape(requests))
             self._happened(events.JobArrived(ask=ask), at)
-        held = held_at(self.state, known.own)
         self._happened(events.JobHolds(job=job, held=held, choice=choice), at)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:

@@ -23,6 +23,7 @@ from rota.cluster.core.events import (
     Event,
     JobGone,
     JobHolds,
+    JobPaused,
     JobReleased,
     JobResized,
     PairUndone,
@@ -512,7 +513,7 @@ class _Pass:
                 if victim.to and victim.job in self.state.jobs:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
             for job in self.tentative.jobs:
-                self.state.put(self.txn, self.state.jobs[job]._replace(phase="paused"))
+                fold(self.state, self.txn, JobPaused(job=job, paused=True), self.now)
             profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
             then.spares, then.joins = self.spares, False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rota.cluster.core.choice import sizes_now
-from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Phase, Wait
+from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Wait
 from rota.cluster.core.run_time import expected, learn, paced
 from rota.cluster.core.splits import noted
 from rota.cluster.core.state import State
@@ -171,26 +171,6 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseChange:
-    """Which phases of a row are left, which is entered, by which event, and when."""
-
-    leaves: tuple[Phase, ...]
-    enters: Phase
-    event: type[object]
-    when: str
-
-
-PHASE_CHANGES = (
-    PhaseChange(("queued", "paused"), "running", JobHolds, "it is given what it asks for"),
-    PhaseChange(("running",), "stopping", StopRequested, "it is asked for what it holds, as are the gangs beside it"),
-    PhaseChange(("running", "stopping"), "queued", JobReleased, "it has given everything back, and waits again"),
-    PhaseChange(("queued",), "paused", JobPaused, "it is not to be tried: its user paused it, or its end is decided"),
-    PhaseChange(("paused",), "queued", JobPaused, "it is to be tried again"),
-)
-"""Each change of ``LiveJob.phase``: of the tables of states that are documented, the one of the scheduler."""
-
-
 def apply(state: State, event: Event, now: float) -> None:
     """Fold one event into the state. Events of jobs that are not there change nothing: they came late or twice."""
     note(state, event, now)
@@ -231,7 +211,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
                     wait = old.wait if same else None
                     known = old._replace(ask=ask, wait=wait, likely_s=likely_s, late_s=late_s)
                 state.put(txn, known)
-        case JobHolds(job=job, held=held, choice=choice) if row is not None and not row.held:
+        case JobHolds(job=job, held=held, choice=choice) if row and held and row.phase in ("queued", "paused"):
             state.hold(txn, job, held, now=now, choice=choice)
         case JobGone(job=job) if row is not None:
             learn(state.taken, txn, row, now)
@@ -264,7 +244,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
         case JobWasDown(since=since) if row is not None and row.held:
             away_s = max(0.0, now - max(since, row.started_at))
             state.put(txn, row._replace(served_s=row.served_s - away_s, done_s=row.done_s - away_s))
-        case JobPaused(paused=paused) if row is not None and not row.held:
+        case JobPaused(paused=paused) if row is not None and row.phase in ("queued", "paused"):
             state.put(txn, row._replace(phase="paused" if paused else "queued"))
         case ReasonGiven(wait=wait) if row is not None and not row.held:
             state.put(txn, row._replace(wait=wait))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import decide
+from rota.cluster.core.events import JobPaused, fold
 from rota.cluster.core.jobs import Allocation, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, WaitOn
 from rota.cluster.core.state import InvariantBroken, State
@@ -48,7 +49,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
                 return [*decisions, *(WaitOn(job=job, wait=waits[job]) for job in new)], refused
             refused |= wrong
             for job in wrong:
-                state.put(txn, state.jobs[job]._replace(phase="paused"))
+                fold(state, txn, JobPaused(job=job, paused=True), now)
     raise state.broken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
 
 

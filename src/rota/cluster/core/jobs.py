@@ -326,6 +326,27 @@ Phase = Literal["queued", "running", "stopping", "paused"]
 """Whether a row is to be tried, holds what it asked for, is asked to give that back, or is not to be tried."""
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseChange:
+    """Which phases of a row are left, which is entered, by which event (``core/events.py``), and when."""
+
+    leaves: tuple[Phase, ...]
+    enters: Phase
+    event: str
+    when: str
+
+
+PHASE_CHANGES = (
+    PhaseChange(("queued", "paused"), "running", "JobHolds", "it is given what it asks for"),
+    PhaseChange(("running",), "stopping", "StopRequested", "it is asked for what it holds, as are the gangs beside it"),
+    PhaseChange(("running", "stopping"), "queued", "JobReleased", "it has given everything back, and waits again"),
+    PhaseChange(("queued",), "paused", "JobPaused", "it is not to be tried: its user paused it, or its end is decided"),
+    PhaseChange(("paused",), "queued", "JobPaused", "it is to be tried again"),
+)
+"""Each change of ``LiveJob.phase``; ``State.put`` refuses any other."""
+NEXT_PHASES = frozenset((phase, row.enters) for row in PHASE_CHANGES for phase in row.leaves)
+
+
 class Allocation(NamedTuple):
     """What one slot holds: node row, device rows, thousandths if the device is shared, cores, memory."""
 
@@ -431,6 +452,10 @@ class LiveJob(NamedTuple):
     def begins_at(self) -> float:
         """When it may start at the earliest; infinite while it waits for other jobs to end."""
         return math.inf if self.ask.after else max(self.ask.not_before, self.back_at)
+
+    def may_become(self, phase: Phase) -> bool:
+        """Whether this is its phase, or one that ``PHASE_CHANGES`` lets it enter."""
+        return phase == self.phase or (self.phase, phase) in NEXT_PHASES
 
     def has_reason(self, reason: Reason) -> bool:
         """Whether this is the last reason that the job was given."""

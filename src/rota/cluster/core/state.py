@@ -284,9 +284,14 @@ class State:
         return tuple(rows[i] for i in indices if i in rows)
 
     def put(self, txn: Txn, row: LiveJob) -> None:
-        """Set the row of a job, and keep the lines of waiting jobs in step; what it holds must not change by this."""
+        """Set the row of a job, and keep the lines of waiting jobs in step; what it holds must not change by this.
+
+        Raises InvariantBroken for a change of phase that ``PHASE_CHANGES`` does not have.
+        """
         job = row.ask.id
         old = self.jobs.get(job)
+        if old is not None and not old.may_become(row.phase):
+            raise self.broken(f"{job} is {old.phase} and would be {row.phase}, which PHASE_CHANGES does not have", job)
         txn.put(self.jobs, job, row)
         self._index(txn, job, old, row)
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from time import monotonic  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack, cast
 
 import httpx
@@ -41,6 +40,7 @@ from rota.service.http import (
     timed_out,
 )
 from rota.service.terminal import TerminalApi, TerminalOutput, follow_terminal
+from rota.service.user_process import monotonic, pause
 from rota.spec.ids import parts_of
 from rota.spec.states import JobState
 
@@ -77,7 +77,7 @@ class AsyncIo:
 
     async def sleep(self, pause_s: float) -> None:
         """Wait."""
-        await asyncio.sleep(pause_s)
+        await pause(pause_s)
 
     async def do(self, work: Callable[[], T]) -> T:
         """The result of work that may take long."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -25,6 +24,7 @@ from typing import (
 )
 from urllib.parse import quote
 
+from rota.service.user_process import fresh_key
 from rota.spec.errors import BadInput, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -161,10 +161,6 @@ def _if_match(version: int | None, request: ApiRequest[Any]) -> ApiRequest[Any]:
     return request if version is None else replace(request, headers={"If-Match": f'"{version}"'}, safe=False)
 
 
-def _fresh_key() -> str:
-    return secrets.token_hex(16)  # noqa: TID251 - the user's process, which imports nothing of runtime
-
-
 def _named(kind: str, name: str) -> str:
     return f"/{kind}/{quote(name, safe='')}"
 
@@ -270,7 +266,7 @@ class JobApi:
     @request
     def submit(self, body: JobBody, *, key: str = "") -> ApiRequest[JobDocument]:
         """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
-        headers = {"Idempotency-Key": key or _fresh_key()}  # sent again under it, it is still one job
+        headers = {"Idempotency-Key": key or fresh_key()}  # sent again under it, it is still one job
         return ApiRequest(method="POST", path=f"{API_PATH}/jobs", body=cast("dict[str, object]", body), headers=headers)
 
     @request
@@ -348,7 +344,7 @@ class JobApi:
         if from_commit is None:
             return _send("POST", f"{job_path(job)}:resume")
         sent = _send("POST", f"{job_path(job)}:resume", {"from_commit": from_commit})
-        return replace(sent, headers={"Idempotency-Key": _fresh_key()})
+        return replace(sent, headers={"Idempotency-Key": fresh_key()})
 
     @request
     def execute(

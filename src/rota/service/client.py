@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from functools import partial, wraps
 from html import escape
 from pathlib import Path
-from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -26,6 +25,7 @@ from rota.service.api import (
 from rota.service.http import TIMEOUT_S, HttpOptions, refused
 from rota.service.notebook import pairs_html
 from rota.service.terminal import TerminalApi
+from rota.service.user_process import monotonic, sleep
 from rota.spec.errors import TimedOut
 from rota.spec.states import JobState
 

@@ -120,7 +120,7 @@ NO_PRETEND = "none"
 
 def load_settings(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Raises BadInput naming the setting, its value and where it came from."""
-    env = os.environ if environ is None else environ  # noqa: TID251 - settings are read here
+    env = os.environ if environ is None else environ
     given = {name: value for name, value in (flags or {}).items() if value not in (None, "")}
     home = str(Path(str(given.get("home") or _home_of(env))).expanduser().absolute())
     file = _read_file(Path(home) / FILE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rota.service.api import ApiRequest
 from rota.service.config import Settings, load_settings
 from rota.service.jobfile.problems import Problem
 from rota.service.notebook import Document
+from rota.service.user_process import spread
 from rota.spec import errors
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError, StoreCorrupt, TimedOut
 
@@ -224,8 +224,7 @@ class HttpBase:
 
     def wait_s(self, attempt: int) -> float:
         """Twice as long each time, plus up to as much again, so that many clients do not come back at once."""
-        spread = secrets.randbelow(1000) / 1000  # noqa: TID251 - the user's process, which imports nothing of runtime
-        return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + spread))
+        return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + spread()))
 
     def may_retry(self, request: ApiRequest[object], exc: httpx.TransportError, attempt: int) -> bool:
         refused = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)

@@ -413,12 +413,12 @@ class Instance:
         """Beside the beats, with a thread of its own: a disk that hangs holds up no beat and no fence."""
         while True:
             await self._write_spans()
-            await asyncio.sleep(BEAT_S)
+            await self._config.clock.sleep(BEAT_S)
 
     async def _watch_devices(self) -> None:
         """A device that fails under its work is reported as a failure of this instance: it has to leave the node."""
         while True:
-            await asyncio.sleep(DEVICES_EVERY_S)
+            await self._config.clock.sleep(DEVICES_EVERY_S)
             try:
                 found = await asyncio.to_thread(self._devices.look)
             except OSError:

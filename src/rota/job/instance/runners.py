@@ -240,7 +240,6 @@ class FunctionRunner:
 
     async def stop(self, grace_s: float) -> None:
         """Nothing to give back."""
-        await asyncio.sleep(0)
 
 
 GROUP_TIMEOUT_S = 1800.0

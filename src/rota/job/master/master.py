@@ -563,7 +563,7 @@ class Master:
             traceback.print_exc()
             sys.stderr.write("the last events of the job:\n" + "\n".join(self._master.last_events()) + "\n")
             sys.stderr.flush()
-            await asyncio.sleep(CRASH_PAUSE_S)
+            await SystemClock().sleep(CRASH_PAUSE_S)
             os._exit(1)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:

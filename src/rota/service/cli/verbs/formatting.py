@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypedDict
 
-from rota.service.cli.shell import now
+from rota.service.user_process import now
 from rota.spec.errors import BadInput, did_you_mean
 from rota.spec.resources import counted, format_duration, format_size, parse_duration
 

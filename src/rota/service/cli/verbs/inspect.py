@@ -12,10 +12,10 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.shell import sleep
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, replicas, shortened
 from rota.service.cli.verbs.jobs import state_text, stream_table
 from rota.service.client import Client
+from rota.service.user_process import sleep
 from rota.spec.codec import JsonObject
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 from rota.service.api import JobFilters, JobSort
 from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.shell import monotonic, sleep
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.service.client import Client
+from rota.service.user_process import monotonic, sleep
 from rota.spec.errors import BadInput, Conflict, RotaError, TimedOut, UnknownName, nearest
 from rota.spec.resources import counted, format_size
 from rota.spec.states import JobState

@@ -10,8 +10,9 @@ from itertools import cycle
 from typing import IO, TYPE_CHECKING, Self
 
 from rota.service.cli.output import Terminal
-from rota.service.cli.shell import err_draws_in_place, monotonic, width
+from rota.service.cli.shell import err_draws_in_place, width
 from rota.service.cli.verbs.formatting import age, clock_time, lasting
+from rota.service.user_process import monotonic
 from rota.spec.errors import NotReachable, RotaError
 from rota.spec.resources import counted
 from rota.spec.states import JobState

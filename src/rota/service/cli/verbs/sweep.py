@@ -11,9 +11,9 @@ from cyclopts import Group, Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
-from rota.service.cli.shell import monotonic, sleep
 from rota.service.cli.verbs.formatting import amount, labels, lasting
 from rota.service.cli.verbs.live import Ticker, live_line
+from rota.service.user_process import monotonic, sleep
 from rota.spec.errors import BadInput, IdempotencyConflict, JobFileError, TimedOut, UnknownName
 from rota.spec.resources import counted
 from rota.spec.states import JobState

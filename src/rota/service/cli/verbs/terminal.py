@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from rota.service.cli.flags import Flags
 from rota.service.cli.output import Terminal
-from rota.service.cli.shell import monotonic, sleep, terminal_name, terminal_size
+from rota.service.cli.shell import terminal_name, terminal_size
 from rota.service.cli.verbs.live import JobWatch, Ticker, live_line
+from rota.service.user_process import monotonic, sleep
 from rota.spec.errors import BadInput, Conflict, NotReachable, RotaError, UnknownName
 from rota.spec.states import JobState
 

@@ -3,7 +3,8 @@
 ``python benchmarks/run.py [NAME...] [--limit SECONDS]``. Less is better in every row, and a ratio is ours over the
 peer's. Scripts run in their short form (``SHORT``, else without arguments). One that fails, or runs past its limit,
 does not stop the others; the exit status is 1 then. It is 1 also when a ratio to a peer of the same run is more than
-``SLOWER`` times the one in ``ratios.json``; ``--record`` writes the ratios of this run there.
+``SLOWER`` times the one in ``ratios.json``; ``--record`` writes the ratios of this run there. A claim with null there
+is watched once a run has recorded it.
 """
 
 from __future__ import annotations
@@ -134,19 +135,19 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def ratios(outcomes: Sequence[Outcome], recorded: Mapping[str, float]) -> dict[str, float]:
+def ratios(outcomes: Sequence[Outcome], recorded: Mapping[str, float | None]) -> dict[str, float]:
     """The ratios of this run, of those that are watched."""
     rows = ((f"{one.name}: {row.claim}", row) for one in outcomes for row in one.rows)
     return {name: row.ours / row.peer for name, row in rows if name in recorded and row.peer}
 
 
-def slower(outcomes: Sequence[Outcome], recorded: Mapping[str, float]) -> list[str]:
+def slower(outcomes: Sequence[Outcome], recorded: Mapping[str, float | None]) -> list[str]:
     """Watched ratios that became worse by more than ``SLOWER``, and those that a script no longer hands in."""
     found = ratios(outcomes, recorded)
     worse = [
         f"slower than recorded: {name}: {found[name]:.3g} times its peer, recorded {was:.3g}"
         for name, was in recorded.items()
-        if found.get(name, 0.0) > SLOWER * was
+        if was is not None and found.get(name, 0.0) > SLOWER * was
     ]
     done = {one.name for one in outcomes if one.rows}
     gone = [f"not measured: {name}" for name in recorded if name not in found and name.partition(":")[0] in done]
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     finally:
         print(f"\n{table(outcomes)}", flush=True)
-    recorded: dict[str, float] = json.loads(given.ratios.read_text(encoding="utf-8")) if given.ratios.exists() else {}
+    recorded: dict[str, float | None] = json.loads(given.ratios.read_text(encoding="utf-8")) if given.ratios.exists() else {}
     if given.record:
         kept = recorded | {name: float(f"{ratio:.4g}") for name, ratio in ratios(outcomes, recorded).items()}
         given.ratios.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -76,7 +76,7 @@ def test_a_ratio_that_became_worse_by_a_third_fails_and_a_smaller_change_does_no
     scripts = {"a": HEAD + 'hand_in([Row("get", 2.0, "us", 1.0, "Ray"), Row("put", 9.0, "us", 1.0, "Ray")])'}
     recorded = tmp_path / "ratios.json"
 
-    def runs(value: dict[str, float], *words: str) -> subprocess.CompletedProcess[str]:
+    def runs(value: dict[str, float | None], *words: str) -> subprocess.CompletedProcess[str]:
         recorded.write_text(json.dumps(value))
         return run(tmp_path, scripts, "--ratios", str(recorded), *words)
 
@@ -84,8 +84,9 @@ def test_a_ratio_that_became_worse_by_a_third_fails_and_a_smaller_change_does_no
     assert (good.returncode, worse.returncode, gone.returncode) == (0, 1, 1)
     assert table(worse.stdout)[-1] == "slower than recorded: a: get: 2 times its peer, recorded 1.5"
     assert table(gone.stdout)[-1] == "not measured: a: take"
-    assert runs({"a: get": 1.0, "b: x": 3.0}, "--record").returncode == 0
-    assert json.loads(recorded.read_text()) == {"a: get": 2.0, "b: x": 3.0}
+    assert runs({"a: get": None}).returncode == 0
+    assert runs({"a: get": 1.0, "a: put": None, "b: x": 3.0}, "--record").returncode == 0
+    assert json.loads(recorded.read_text()) == {"a: get": 2.0, "a: put": 9.0, "b: x": 3.0}
 
 
 def test_a_small_ratio_is_recorded_with_four_digits_so_that_a_third_more_is_seen(tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     finally:
         print(f"\n{table(outcomes)}", flush=True)
-    recorded: dict[str, float | None] = json.loads(given.ratios.read_text(encoding="utf-8")) if given.ratios.exists() else {}
+    known = given.ratios.read_text(encoding="utf-8") if given.ratios.exists() else "{}"
+    recorded: dict[str, float | None] = json.loads(known)
     if given.record:
         kept = recorded | {name: float(f"{ratio:.4g}") for name, ratio in ratios(outcomes, recorded).items()}
         given.ratios.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

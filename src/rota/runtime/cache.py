@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rota.runtime import environ, process
+from rota.runtime.undo import undone_if_raised
 from rota.spec.resources import parse_size
 
 SHARE = 0.2
@@ -49,12 +50,9 @@ def hold(lock: Path) -> int:
     Whoever removes it at this moment is waited for: look whether it is still there.
     """
     use = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    try:
+    with undone_if_raised(os.close, use):
         fcntl.flock(use, fcntl.LOCK_SH)
         os.utime(use)
-    except BaseException:
-        os.close(use)
-        raise
     return use
 
 

@@ -22,11 +22,12 @@ from typing import Any, TypedDict, TypeVar
 from rota.runtime import cache, environ, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.secrets import open_from_environ
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import did_you_mean
 from rota.spec.resources import format_size
 
 LIMIT = "ROTA_DATA_CACHE"
-"""Variable of a machine: most bytes of its cache, such as ``500GiB``; by default a fifth of its disk."""
+"""Variable of a machine: most bytes of its cache of data, such as ``500GiB``; by default a fifth of its disk."""
 FETCH_MAX_S = 6 * 3600.0
 """Longest time for one fetch, also by another process that is waited for."""
 TRIES_S = (1.0, 4.0, 15.0)
@@ -127,13 +128,13 @@ def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: N
             _make_room(kept, folder.name, url, total)
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            try:
+            counted = folder.with_suffix(".bytes")
+            with (
+                undone_if_raised(counted.unlink, missing_ok=True),
+                undone_if_raised(shutil.rmtree, partial, ignore_errors=True),
+            ):
                 _fetch_all(store, files, partial, total, say)
                 partial.rename(folder)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                folder.with_suffix(".bytes").unlink(missing_ok=True)
-                raise
     folder.touch()
     return folder
 

@@ -30,6 +30,7 @@ from rota.job.rpc.payload import Box, prefix_of
 from rota.job.rpc.peers import PeerTable
 from rota.job.workload import ONE_RESULT, Marks, marks_of
 from rota.runtime.clock import Clock
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, CallLost
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import WeightsEdge
@@ -279,11 +280,8 @@ class ClassRunner:
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         formed.replies[request.call_id] = answer
         formed.drop_old_replies()
-        try:
+        with undone_if_raised(answer.cancel):  # cancelled by its caller: whoever sends it again finds that it ended
             value = await self._operate(formed, request)
-        except BaseException:  # cancelled by its caller: whoever sends it again finds that it ended
-            answer.cancel()
-            raise
         if not answer.done():
             answer.set_result(value)
         return value

@@ -21,6 +21,7 @@ from rota.runtime.devices import local_family
 from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, get
 from rota.runtime.node import NODE_ADDRESS
 from rota.runtime.process import take_lock, try_lock
+from rota.runtime.undo import undone_if_raised
 
 SHM_PREFIX = "/dev/shm/rota-tenant-"
 _KEPT = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -121,12 +122,9 @@ def _shared(path: Path) -> Path:
                 file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:  # removed meanwhile
                 continue
-            try:
+            with undone_if_raised(os.close, file):
                 take_lock(path, lambda one=file: try_lock(one, shared=True), LOCK_S)
                 kept = _is_at(file, path)
-            except BaseException:
-                os.close(file)
-                raise
             if kept:
                 _locks[path] = file
             else:  # it was removed before the lock was had: this one is of a folder without a name

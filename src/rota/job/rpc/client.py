@@ -535,9 +535,9 @@ async def all_results(calls: Sequence[Awaitable[T]]) -> list[T]:
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
-    except BaseException:
-        await _cancel(tasks)
-        raise
+    finally:
+        if left := [task for task in tasks if not task.done()]:
+            await _cancel(left)
 
 
 async def _first(calls: Sequence[Awaitable[T]]) -> T:

@@ -24,6 +24,7 @@ import numpy as np
 
 from rota import tensors
 from rota.runtime import environ
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.spec.user_code import UserCode
@@ -93,11 +94,9 @@ class Holdings:
         Raises TensorError when this machine could not; the next call tries it again.
         """
         gone = [self.released.popleft() for _ in range(len(self.released))]
-        try:
+        # The next call gives them back: else they are held as long as the process lives.
+        with undone_if_raised(self.released.extend, gone):
             transport.delete(plane, [(name, store) for name, store in gone if name not in self._alive])
-        except BaseException:  # the next call gives them back: else they are held as long as the process lives
-            self.released.extend(gone)
-            raise
 
 
 HELD = Holdings()

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.runtime.handshake import AttemptGuard, client_handshake_blocking, server_handshake_blocking
 from rota.runtime.packages import installed_version
+from rota.runtime.undo import undone_if_raised
 from rota.spec.codec import JsonObject
 from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
 
@@ -69,12 +70,9 @@ class Checker:
 
     def _connected(self, address: str, port: int, what: bytes) -> socket.socket:
         made = socket.create_connection((address, port), timeout=CONNECT_S)
-        try:
+        with undone_if_raised(made.close):
             client_handshake_blocking(made, self._key, PURPOSE)
             made.sendall(what)
-        except BaseException:
-            made.close()
-            raise
         return made
 
     def _clock(self, address: str, port: int) -> dict[str, float]:

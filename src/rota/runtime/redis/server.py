@@ -28,6 +28,7 @@ from pathlib import Path
 from rota.runtime import environ, process
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung
 from rota.runtime.redis.client import RedisClient, RegistryAddress, ReplyError
+from rota.runtime.undo import undone_if_raised
 from rota.spec.codec import JsonObject
 from rota.spec.errors import RegistryUnavailable
 
@@ -257,11 +258,8 @@ def _take_life(home: environ.Home) -> int:
                 process.send_signal(found, signal.SIGKILL)
         return False
 
-    try:
+    with undone_if_raised(os.close, life):
         process.take_lock(path, alone, _STOP_S)
-    except BaseException:
-        os.close(life)
-        raise
     return life
 
 

@@ -14,6 +14,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import PRIVATE_FILE, Home
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
+from rota.runtime.undo import undone_if_raised
 from rota.service.config import Settings
 from rota.service.process.assembly import db_url
 from rota.service.process.daemon import as_before, find_service, live_in_log
@@ -102,24 +103,26 @@ def restore(settings: Settings, source: Path) -> RestoreDocument:
     if there and not again:
         raise Conflict(f"{home.root} is not empty: it has {there[0]}", hint="set ROTA_HOME to another")
     laid: list[Path] = []
-    try:
-        with tarfile.open(source) as tar:
-            records, pretend = _fill(tar, settings, home, laid, again)
-        jobs = sum(count for state, count in live_in_log(settings).items() if state != JobState.PAUSED)
-    except BaseException as error:
+
+    def take_back() -> None:
         for path in laid:
             path.unlink(missing_ok=True)
         if not again:  # else what the killed one laid is still there
             shutil.rmtree(home.root if fresh else home.restoring, ignore_errors=True)
         for path in home.root.glob(f"{home.db.name}*") if new_db and not fresh else ():
             path.unlink(missing_ok=True)
-        if isinstance(error, tarfile.TarError | KeyError | ValueError | EOFError):
-            raise BadInput(f"{source} is not a back-up of Rota, or is damaged: {error}") from error
+
+    try:
+        with undone_if_raised(take_back):
+            with tarfile.open(source) as tar:
+                records, pretend = _fill(tar, settings, home, laid, again)
+            jobs = sum(count for state, count in live_in_log(settings).items() if state != JobState.PAUSED)
+    except (tarfile.TarError, KeyError, ValueError, EOFError) as error:
+        raise BadInput(f"{source} is not a back-up of Rota, or is damaged: {error}") from error
+    except OSError as error:
         if isinstance(error, FileNotFoundError) and not source.exists():
             raise BadInput(f"{source}: no such file", hint="rota backup FILE makes one") from error
-        if isinstance(error, OSError):
-            raise BadInput(f"{source} cannot be restored into {home.root}: {error}") from error
-        raise
+        raise BadInput(f"{source} cannot be restored into {home.root}: {error}") from error
     write_private(home.restored, json.dumps({"at": SystemClock().wall_s(), "file": source.name}))
     shutil.rmtree(home.restoring)
     return {

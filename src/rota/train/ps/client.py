@@ -10,6 +10,7 @@ from typing import Final, cast
 import numpy as np
 
 from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
 from rota.train.plan.hardware import Json
 from rota.train.ps.server import Answer, Arrays, ShardStats, receive, send
@@ -129,6 +130,9 @@ class PsClient:
         if leave and self._takes_part:
             with contextlib.suppress(ServerLost, Fenced):
                 self._ask_all([({"op": "leave"}, {})] * len(self._links))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for link in self._links:
             link.close()
 
@@ -139,14 +143,11 @@ class PsClient:
 
     def _ask_all(self, requests: Sequence[Answer], timeout_s: float = 0.0) -> list[Answer]:
         """Ask every server at once; their answers in order."""
-        try:
+        # No answer may be left on a line: the next request would take it for its own.
+        with undone_if_raised(self._hang_up):
             for link, (head, arrays) in zip(self._links, requests, strict=True):
                 link.begin({**head, "worker": self.worker, "epoch": self.epoch}, arrays, timeout_s + GRACE_S)
             answers = [link.finish() for link in self._links]
-        except BaseException:  # no answer may be left on a line: the next request would take it for its own
-            for link in self._links:
-                link.close()
-            raise
         for head, _ in answers:
             if "error" in head:
                 raise _ERRORS.get(head["error"], RotaError)(head["message"], hint=head["hint"])

@@ -155,6 +155,30 @@ def _all_near(role: str, field: str, value: Any) -> tuple[model.Near, ...]:
     return tuple(_part(role, field, one) for one in entries)
 
 
+def _role_fields(
+    role: str, n: Replicas | None, res: SpecRes | None, given: dict[str, Any]
+) -> tuple[Replicas | None, SpecRes | None, dict[str, Any]]:
+    """Number, resources and other fields of a role, in the words of the spec or of a job file, as the spec has them."""
+    for word, value in (("replicas", n), ("resources", res)):
+        if word in given and value is not None:
+            raise BadInput(f"role {role!r}: {word} and {_ALSO[word]} are the same; give one of them")
+    for word in (one for one in given if one in _RESOURCES):
+        hint = f"write resources={{{word!r}: {given[word]!r}}}"
+        raise BadInput(f"role {role!r} has no field {word!r}", hint=hint)
+    _known(f"role {role!r}", given, {*_ROLE, *_ALSO})
+    made = {word: _several(word, value) for word, value in given.items() if word not in _ALSO and value is not None}
+    for word in ("limits", "model"):
+        if word in made:
+            made[word] = _part(role, word, given[word])
+    if "collocate" in made:
+        made["collocate"] = _all_near(role, "collocate", given["collocate"])
+    if "replicas" in given:
+        n = _replicas(role, "replicas", given["replicas"])
+    elif n is not None:
+        n = _replicas(role, "n", n)
+    return n, _part(role, "resources", given.get("resources", res)), made
+
+
 def _of_type(part: P, what: str = "") -> P:
     """The part, if each of its fields is of its type. Raises BadInput, which names field, value and rule."""
     for name, kind in get_type_hints(type(part)).items():
@@ -399,26 +423,10 @@ class Job:
         """
         if any(each.name == name for each in self._spec.roles):
             raise BadInput(f"role {name!r} is declared twice")
-        given = {"n": n, "res": res}
-        for word, same in _ALSO.items():
-            if word in fields and given[same] is not None:
-                raise BadInput(f"role {name!r}: {word} and {same} are the same; give one of them")
-        word = "replicas" if "replicas" in fields else "n"
-        n = _replicas(name, word, fields.pop("replicas", n)) if word == "replicas" or n is not None else None
-        res = _part(name, "resources", fields.pop("resources", res))
+        n, res, fields = _role_fields(name, n, res, fields)
         contract = _part(name, "fail", fail)
         if env is not None and not isinstance(env, Mapping):
             raise BadInput(f"role {name!r}: env={env!r} is not a mapping", hint="write env={'NAME': 'text'}")
-        for word in (one for one in fields if one in _RESOURCES):
-            hint = f"write resources={{{word!r}: {fields[word]!r}}}"
-            raise BadInput(f"role {name!r} has no field {word!r}", hint=hint)
-        _known(f"role {name!r}", fields, {*_ROLE, *_ALSO})
-        for word in ("limits", "model"):
-            if word in fields:
-                fields[word] = _part(name, word, fields[word])
-        if "collocate" in fields:
-            fields["collocate"] = _all_near(name, "collocate", fields["collocate"])
-        fields = {word: _several(word, value) for word, value in fields.items() if value is not None}
         if share is not None and n is None and not mesh:  # as many as the devices they take turns on
             n = (share.spec.replicas_min, share.spec.replicas_max)
         least, most, sizes, elastic = _sizes(name, n, mesh or {})
@@ -441,11 +449,7 @@ class Job:
             fail=contract or model.Fail(),
             env=tuple(sorted((env or {}).items())),
             interface=interface,
-            **{
-                "collocate": near,
-                "apart": _all_near(name, "apart", apart),
-                **fields,
-            },
+            **({"collocate": near, "apart": _all_near(name, "apart", apart)} | fields),
         )
         _of_type(spec.res, f"role {name!r}: resources: ")
         _of_type(spec.fail, f"role {name!r}: fail: ")

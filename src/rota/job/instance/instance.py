@@ -132,9 +132,12 @@ class Instance:
         self._imported = 0
         self._beat_now = asyncio.Event()
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "spans")
+        self._start()
+
+    def _start(self) -> None:
         self._control.submit(self._beats())
         self._control.submit(self._trace())
-        if devices and self._config.role.fail.check != "none":
+        if self._config.devices and self._config.role.fail.check != "none":
             self._control.submit(self._watch_devices())
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:

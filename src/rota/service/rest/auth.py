@@ -82,6 +82,13 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoginCode:
+    until_s: float
+    user: str
+    token_id: str
+
+
 @dataclass(slots=True)
 class Auth:
     """Checks requests against the token of the installation and those of its users.
@@ -95,8 +102,8 @@ class Auth:
     own: TokenMade
     hosts: frozenset[str]
     accounts: AccountBook = field(default_factory=AccountBook)
-    _codes: dict[str, tuple[float, str, str]] = field(default_factory=dict)
-    """Until when, of whom and for which token each code is, the oldest first."""
+    _codes: dict[str, _LoginCode] = field(default_factory=dict)
+    """The oldest first."""
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
@@ -129,25 +136,26 @@ class Auth:
         raise NoToken("no token", hint="send 'Authorization: Bearer TOKEN', or open the address that 'rota ui' prints")
 
     def _find(self, token_id: str) -> TokenMade | None:
-        """A token that is worth something now, by its id."""
+        """A token that is valid now, by its id."""
         if token_id == self.own.id:
             return self.own
         known = self.accounts.tokens.get(token_id)
         return known.made if known is not None and known.valid(self.clock.wall_s()) else None
 
     def renewed(self, caller: Caller) -> Caller:
-        """The same caller with what it may do by now. Raises NoToken once its token is worth nothing."""
+        """The same caller with its present rights. Raises NoToken when its token was revoked or has expired."""
         if (made := self._find(caller.token)) is None:
             raise NoToken("the token was revoked, or it has expired", hint="ask an admin for a new one")
         return self.accounts.caller(made, by=caller.by)
 
     def may_revoke(self, caller: Caller, made: TokenMade) -> bool:
-        """An admin any token; others their own ones, but none that is worth more than what they ask with."""
+        """An admin any token; others their own ones, but none with more rights than the token that they ask with."""
+        if caller.has(UserRole.ADMIN):
+            return True
         mine = self._find(caller.token)
-        if caller.has(UserRole.ADMIN) or mine is None:
-            return caller.has(UserRole.ADMIN)
         return (
-            made.user == caller.user
+            mine is not None
+            and made.user == caller.user
             and UserRole.of(made.role) <= UserRole.of(mine.role)
             and is_below(made.queue, mine.queue)
         )
@@ -179,20 +187,20 @@ class Auth:
     def new_code(self, caller: Caller) -> str:
         """A code that opens one session of the caller, once, within ``CODE_TTL_S``."""
         now = self.clock.monotonic_s()
-        self._codes = {code: kept for code, kept in self._codes.items() if kept[0] > now}
-        mine = [code for code, (_, user, _) in self._codes.items() if user == caller.user]
+        self._codes = {code: kept for code, kept in self._codes.items() if kept.until_s > now}
+        mine = [code for code, kept in self._codes.items() if kept.user == caller.user]
         if len(mine) >= CODES_OF_USER_MAX:
             del self._codes[mine[0]]
         code = secret_token(128)
-        self._codes[code] = (now + CODE_TTL_S, caller.user, caller.token)
+        self._codes[code] = _LoginCode(until_s=now + CODE_TTL_S, user=caller.user, token_id=caller.token)
         return code
 
     def open_session(self, code: str) -> str:
         """The value of the cookie for a code. Raises BadInput for an unknown, used or old one."""
-        until, _, token_id = self._codes.pop(code, (0.0, "", ""))
-        if until < self.clock.monotonic_s():
+        found = self._codes.pop(code, None)
+        if found is None or found.until_s < self.clock.monotonic_s():
             raise BadInput("this code was used or is too old", hint="'rota ui' opens a new one")
-        return self.session_of(token_id)
+        return self.session_of(found.token_id)
 
     def session_of(self, token_id: str) -> str:
         """The value of the cookie for a session under that token."""
@@ -205,17 +213,16 @@ class Auth:
         """A new token and its event, which is not appended yet. Raises NotAllowed for one of another, or for more."""
         if user != caller.user:
             caller.need(UserRole.ADMIN)
-        now = self.clock.wall_s()
-        parent = None if caller.token == self.own.id else self.accounts.tokens.get(caller.token)
-        if parent is not None and user == caller.user:  # no token makes one that may do or last more than itself
-            role = min(role, UserRole.of(parent.made.role))
-            queue = queue or parent.made.queue
-            if not is_below(queue, parent.made.queue):
-                raise NotAllowed(f"queue {queue!r} is not below {parent.made.queue!r}, all that your token is for")
+        expires = None if ttl_s is None else self.clock.wall_s() + ttl_s
+        parent = self.accounts.tokens.get(caller.token) if user == caller.user else None
+        if parent is not None:  # no token makes one that may do or last more than itself
+            most = parent.made
+            role, queue = min(role, UserRole.of(most.role)), queue or most.queue
+            if not is_below(queue, most.queue):
+                raise NotAllowed(f"queue {queue!r} is not below {most.queue!r}, all that your token is for")
+            if most.expires_at is not None:
+                expires = min(expires or most.expires_at, most.expires_at)
         found, whole = fresh_token(self.random_source)
-        expires = None if ttl_s is None else now + ttl_s
-        if parent is not None and user == caller.user and parent.made.expires_at is not None:
-            expires = min(expires or parent.made.expires_at, parent.made.expires_at)
         made = TokenMade(
             id=found,
             user=user,
@@ -229,7 +236,7 @@ class Auth:
         return made, whole
 
     def sign(self, text: str, kind: str = "session") -> str:
-        """What only this installation can make of a text, in hexadecimal digits; of another kind it is another one."""
+        """HMAC-SHA256 of the text and its ``kind`` under the token of the installation, in hexadecimal digits."""
         return hmac.new(self.own.digest.encode(), f"{kind}.{text}".encode(), hashlib.sha256).hexdigest()
 
     def _count_failure(self, address: str) -> None:

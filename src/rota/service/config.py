@@ -88,6 +88,10 @@ class Settings:
     def root(self) -> Path:
         return Path(self.home)
 
+    def wrong(self, name: str, problem: str, hint: str = "") -> BadInput:
+        """The error for a value that its owner refuses: the setting, its value, where it came from, and the remedy."""
+        return _Given({one: getattr(self, one) for one in _NAMES}, self.origins).wrong(name, problem, hint)
+
     def document(self) -> OwnSettings:
         """``SettingList``: every setting with its origin, without tokens and passwords."""
         items: list[SettingRow] = [

@@ -13,6 +13,7 @@ from dataclasses import replace
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import get_profile
 from rota.job.core.placement import requests_of
+from rota.runtime import cache, data_cache, image
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
@@ -35,7 +36,7 @@ from rota.service.rest.deps import AppState, Restored, append_live
 from rota.service.rest.machine_names import MachineNames
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
-from rota.spec.errors import Conflict
+from rota.spec.errors import BadInput, Conflict, UnknownName
 from rota.spec.events import DowntimePassed, Event, NodeJoined, NodeLost, PreemptAsked, Record, ServiceStarted
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
@@ -51,6 +52,19 @@ PRELOAD = (
     "rota.job.health.heartbeat",
 )
 """What a process that is kept ready has imported; nothing with numpy, which settles its threads when it is imported."""
+
+
+def check_with_owners(settings: Settings) -> None:
+    """Check what ``load_settings`` cannot, since a client imports none of the owners. Raises BadInput."""
+    try:
+        get_profile(settings.profile)
+    except UnknownName as error:
+        raise settings.wrong("profile", f"cannot be used: {error.message}", error.hint) from None
+    for variable in (data_cache.LIMIT, image.LIMIT):
+        try:
+            cache.limit_of(variable, settings.root)
+        except ValueError as error:
+            raise BadInput(str(error), hint=f"set {variable} to a size, for example 500GiB, or unset it") from None
 
 
 def open_store(settings: Settings) -> SqlLog:
@@ -75,14 +89,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     log.append([started], writer=writer)
     engine = engine or make_engine(settings, home)
     views = Views(scheduler=make_scheduler(settings))
-    loop = ServiceLoop(
-        log=log,
-        writer=writer,
-        clock=clock,
-        views=views,
-        engine=engine,
-        poll_s=settings.poll_s,
-    )
+    loop = ServiceLoop(log=log, writer=writer, clock=clock, views=views, engine=engine, poll_s=settings.poll_s)
     metrics = Metrics(views.installation, views.counts, clock=clock, version=rota_version())
     auth = Auth.of(
         ensure_token(home.token, random_source),
@@ -130,12 +137,18 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         machines=MachineNames(home.joined_machines, clock),
         restored=_restored(home),
     )
+    _show_in_metrics(app)
+    return app
+
+
+def _show_in_metrics(app: AppState) -> None:
+    """Have the metrics read the loop and the app when they are asked."""
+    loop, metrics = app.loop, app.metrics
     loop.timed = metrics.timed
     metrics.sse_clients.set_function(lambda: app.streams)
-    metrics.loop_age.set_function(lambda: clock.monotonic_s() - loop.turned_s)
+    metrics.loop_age.set_function(lambda: app.clock.monotonic_s() - loop.turned_s)
     metrics.slips.set_function(lambda: len(loop.broken))
     metrics.store_stale.set_function(lambda: _stale_s(app))
-    return app
 
 
 def _restored(home: Home) -> Restored | None:

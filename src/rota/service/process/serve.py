@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Coroutine, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ PREDECESSOR_S = 1.5
 FAILED = "rota serve failed: "
 """Before the JSON of the error that kept the service from starting, on a line of its log."""
 
+_Tasks = list[asyncio.Task[object]]
 _log = logging.getLogger("rota.service")
 
 
@@ -89,83 +90,73 @@ def _patiently(take: Callable[[], None]) -> None:
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway continue without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
-    from rota.service.process.assembly import assemble, begin, node_changes, open_store, take_nodes, wanted_nodes
-    from rota.service.process.tasks import (
-        keep_logs,
-        keep_nodes,
-        keep_snapshot,
-        not_known,
-        show_life,
-        wait_removed,
-        watch_hangs,
-        watch_idle,
-        watch_parts,
-    )
+    from rota.service.process import assembly, tasks
     from rota.service.rest.app import make_app
     from rota.service.rest.connections import server_config, watch_accepts
 
-    log = await asyncio.to_thread(open_store, settings)
-    app = assemble(settings, log)
+    assembly.check_with_owners(settings)
+    log = await asyncio.to_thread(assembly.open_store, settings)
+    app = assembly.assemble(settings, log)
     watch_accepts(asyncio.get_running_loop())
     server = _Server(server_config(make_app(app)))
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     # 1. the past
-    snapshot = await begin(app)
+    snapshot = await assembly.begin(app)
     app.forecasts.begin()
     there: Container[str] = ()
     app.loop.unknown = recording = "its nodes are being recorded"  # nothing is placed on those of before
     if settings.ray_address or (settings.listen and app.engine.running):  # machines may have come or left meanwhile
-        app.loop.unknown, there = not_known(app), app.loop.installation.nodes.keys()
+        app.loop.unknown, there = tasks.not_known(app), app.loop.installation.nodes.keys()
     # 2. the loop over the log, and the app
-    turning = asyncio.create_task(app.loop.run(), name="loop")
-    answering = asyncio.create_task(server.serve(sockets=[listener]), name="app")
-    telling = asyncio.create_task(app.notifier.run(), name="webhooks")
-    keeping = asyncio.create_task(
-        keep_logs(app.loop.installation.jobs, app.home, app.clock, settings.logs_kept_days), name="retention"
-    )
+    parts = _begun(loop=app.loop.run(), app=server.serve(sockets=[listener]))
+    old_logs = tasks.keep_logs(app.loop.installation.jobs, app.home, app.clock, settings.logs_kept_days)
+    beside = _begun(webhooks=app.notifier.run(), retention=old_logs)
     # 3. what this machine has; an engine with others is asked for its machines, again and again
-    await take_nodes(app, [] if settings.ray_address else node_changes(app, wanted_nodes(settings), there))
+    wanted = [] if settings.ray_address else assembly.node_changes(app, assembly.wanted_nodes(settings), there)
+    await assembly.take_nodes(app, wanted)
     if app.loop.unknown == recording:
         app.loop.decide_from_now()
-    asks = settings.ray_address or settings.listen
-    looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if asks else []
+    looking = _begun(nodes=tasks.keep_nodes(app)) if settings.ray_address or settings.listen else []
     app.ready = True
     _record(app)
     gc.freeze()
     gc.enable()
-    watching = [
-        asyncio.create_task(work, name="parts")
-        for work in (show_life(app), watch_parts(app), watch_hangs(app), watch_idle(app), keep_snapshot(app, snapshot))
-    ]
+    beside += _begun(life=tasks.show_life(app), parts=tasks.watch_parts(app), hangs=tasks.watch_hangs(app))
+    beside += _begun(idle=tasks.watch_idle(app), snapshot=tasks.keep_snapshot(app, snapshot))
     _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
     # 4. until a signal, the removal of the home, or the failure of a part
-    waiting = asyncio.create_task(stopping.wait(), name="signal")
-    removed = asyncio.create_task(wait_removed(app.home, app.clock), name="home")
+    ends = _, removed = _begun(signal=stopping.wait(), home=tasks.wait_removed(app.home, app.clock))
     try:
-        await asyncio.wait({turning, answering, waiting, removed, *looking}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*parts, *looking, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if removed.done():
             _log.error("%s was removed: the service ends", app.home.root)
-    # 5. the forecast under way, then the app, then the loop, then the store
     finally:
         is_mine = not removed.done()  # else another service may have made the folder again
-        app.forecasts.close()
-        app.ready = False
-        server.should_exit = True
-        await app.loop.stop()
-        waiting.cancel()
-        for task in (telling, keeping, removed, *watching, *looking):
-            task.cancel()
-        await asyncio.gather(telling, keeping, removed, *watching, return_exceptions=True)
-        ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
-        await app.engine.close()
+        await _end(app, server, parts, [*ends, *beside, *looking])
         log.close()
         if is_mine:
             app.home.service_record.unlink(missing_ok=True)
-    for end in ends:
-        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
-            raise end
+    for part in (*parts, *looking):
+        if not part.cancelled():
+            part.result()
+
+
+def _begun(**work: Coroutine[None, None, object]) -> _Tasks:
+    return [asyncio.create_task(one, name=name) for name, one in work.items()]
+
+
+async def _end(app: AppState, server: uvicorn.Server, parts: _Tasks, others: _Tasks) -> None:
+    """5. The forecast under way, then the app, then the loop, then the engine."""
+    app.forecasts.close()
+    app.ready = False
+    server.should_exit = True
+    await app.loop.stop()
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, *parts, return_exceptions=True)
+    await app.engine.close()
 
 
 def _import_all() -> None:

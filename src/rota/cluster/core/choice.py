@@ -12,7 +12,7 @@ import numpy as np
 from rota.cluster.core.jobs import Allocations, Choice, JobAsk, LiveJob, Shape, Slot, Wait, compile_shape
 from rota.cluster.core.profile import Objective, Profile
 from rota.cluster.core.promises import UNCOVERED, promise_level
-from rota.cluster.core.splits import is_measured, sizes_of, step_of, timed
+from rota.cluster.core.splits import GAIN_MIN, is_measured, left_s_of, sizes_of, step_of, timed
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.gang import GangRequest
@@ -212,7 +212,7 @@ def choose(
     """
     if not row.ask.choices:
         return Chosen(None, held)
-    row = timed(row)
+    row = timed(row, now)
     first, share = row.ask.choices[0], share_of_free(state, row, now)
     order, level = ranked(row.ask.choices, profile.objective, share, delays(state, row)), promise_level(state, row)
     without_room = list[Choice]()
@@ -229,8 +229,6 @@ GROW_S = 60.0
 """What it costs a running job to grow: its members start anew from the state of the last step."""
 LIMITED = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.QUEUE_CLOSED, Reason.NON_PREEMPTIBLE_OVER_QUOTA})
 """Reasons of jobs that free devices do not start."""
-HORIZON_S = 3600.0
-"""How long a job without an estimate is taken to run on."""
 
 
 def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: float) -> Wait | None:
@@ -242,12 +240,12 @@ def gate_growth(state: State, txn: Txn, profile: Profile, row: LiveJob, now: flo
     job = state.jobs.get(row.ask.part_of) if row.ask.part_of is not None and row.ask.spare else None
     if job is None or not job.ask.choices or row.ask.failover:
         return None
-    job = timed(job)
+    job = timed(job, now)
     if (first := _first_waiting(state, now)) is not None:
         text = f"The job grows once no other waits; {first} does."
         return Wait(reason=Reason.BEHIND_IN_ORDER, text=text, fields={"behind": first})
     role, has = row.ask.shape.role(0), sizes_now(state, job)
-    left_s = HORIZON_S if job.left_s is None else job.left_s - (now - job.started_at)
+    left_s = left_s_of(job, now)
     now_s, text = step_s_of(job.ask, has), f"No larger size of {role} saves more time than the move takes."
     types, delay = _types(job.ask.chosen or job.ask.choices[0]), delays(state, job)
     now_delay = max(
@@ -280,10 +278,6 @@ def _first_waiting(state: State, now: float) -> JobId | None:
     return None
 
 
-GAIN_MIN = 0.05
-"""Part of its step by which another split must be faster: less is noise."""
-
-
 def find_better_split(state: State, profile: Profile, now: float) -> LiveJob | None:
     """A running job that should start anew with another split: a better one, or one without a place that is lost."""
     for row in state.jobs.values():
@@ -307,14 +301,14 @@ def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choi
     the job took from its devices to its first commit, and no other job waits. A split is taken for as fast as the
     waits for its roles promise until it was tried.
     """
-    row = timed(state.jobs[job])
+    row = timed(state.jobs[job], now)
     speeds = row.speeds
     if row.phase != "running" or speeds is None or not is_measured(speeds) or _first_waiting(state, now) is not None:
         return None
     if speeds.attempt != row.attempt or dict(speeds.sizes) != sizes_now(state, row):
         return None
     now_s = step_of(speeds, speeds.sizes)
-    left_s = HORIZON_S if row.left_s is None else row.left_s - (now - row.started_at)
+    left_s = left_s_of(row, now)
     most_s = now_s * min(1 - GAIN_MIN, 1 - speeds.start_s / max(left_s, speeds.start_s))
     parts, cores = state.parts.get(job, ()), not row.ask.choices[0].shape.gpu_milli
     free = int(state.cpu[state.usable].sum()) if cores else int(state.free[state.usable].sum()) * 1000

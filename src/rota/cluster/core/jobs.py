@@ -151,7 +151,7 @@ def _joined(slots: Sequence[Slot]) -> Slot:
     )
 
 
-Basis = Literal["predicted", "measured", "estimated", "assumed"]
+Basis = Literal["predicted", "assumed", "estimated", "estimated at best", "measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,12 @@
 """Splits of a job between its roles: what a commit takes with each, from the seconds in which its loop waited for each.
 
-A step is what the loop does by itself and its waits, one after the other: ``rest + sum(waits[role] * scale(role, n))``,
-where the scale of a role is 1 / members until it was measured. Calls that overlap count with the part of the step that
-they fill together. A scale is the ratio of two medians on both sides of one change, so that a job whose steps become
-longer for another reason does not change it.
+A step is what the loop does by itself and its waits, one after the other: ``rest + sum(waits[role] * scale(role, n))``.
+Calls that overlap count with the part of the step that they fill together. A measured scale is the ratio of two medians
+on both sides of one change, so that a job whose steps become longer for another reason does not change it. Between
+measured sizes, and past them, a scale follows the line ``a + b / n`` through the nearest two (Amdahl: a part that
+members share and one that they do not). Of a role with one measured size only bounds are known: more members help
+between not at all and by their number. A split is then taken for as fast as it may be, so that it is tried, where the
+worst of it costs less than ``GAIN_MIN`` of what is left of the job; else for as fast as with ``b / n`` alone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from rota.cluster.core.jobs import Choice, LiveJob, Sizes, Speeds
 
 WINDOW = 8
 """Commits with one split after which it counts as measured; the latest of that number are kept."""
+GAIN_MIN = 0.05
+"""Part of its step by which another split must be faster (less is noise), and of what is left that a trial may cost."""
+HORIZON_S = 3600.0
+"""How long a job without an estimate is taken to run on."""
 
 
 def noted(row: LiveJob, has: Mapping[str, int], n: int, now: float, waited: Mapping[str, float]) -> LiveJob:
@@ -54,8 +61,30 @@ def _scaled(new: Speeds) -> Speeds:
     return new._replace(scales=scales, before=None)
 
 
+def _known(speeds: Speeds, role: str) -> dict[int, float]:
+    """Measured scales of a role by its members; one that never changed has its present size alone."""
+    known = {n: scale for (name, n), scale in speeds.scales.items() if name == role}
+    now = dict(speeds.sizes)[role]
+    return known or {now: 1 / now}
+
+
+def _bounds(known: Mapping[int, float], n: int) -> tuple[float, float]:
+    """Least and most that a scale can be: from the nearest size, members help by their number, or not at all."""
+    near = min(known, key=lambda m: abs(1 / m - 1 / n))
+    ends = known[near], known[near] * near / n
+    return min(ends), max(ends)
+
+
 def _scale(speeds: Speeds, role: str, n: int) -> float:
-    return speeds.scales.get((role, n), 1 / n)
+    known = _known(speeds, role)
+    if n in known:
+        return known[n]
+    first, *others = sorted(known, key=lambda m: abs(1 / m - 1 / n))
+    if not others:
+        return known[first] * first / n
+    slope = (known[others[0]] - known[first]) / (1 / others[0] - 1 / first)
+    least, most = _bounds(known, n)
+    return min(max(known[first] + slope * (1 / n - 1 / first), least), most)
 
 
 def _waits(speeds: Speeds) -> dict[str, float]:
@@ -65,26 +94,48 @@ def _waits(speeds: Speeds) -> dict[str, float]:
 
 def step_of(speeds: Speeds, sizes: Sizes) -> float:
     """Seconds a step with these members, by what was measured."""
+    return _step(speeds, {role: _scale(speeds, role, n) for role, n in sizes})
+
+
+def _step(speeds: Speeds, scales: Mapping[str, float]) -> float:
     step_s, waits, now = median(seconds for seconds, _ in speeds.commits), _waits(speeds), dict(speeds.sizes)
     part = min(1.0, step_s / max(sum(waits.values()), 1e-9))
-    return step_s + sum(
-        part * waits.get(role, 0.0) * (_scale(speeds, role, n) / _scale(speeds, role, now[role]) - 1)
-        for role, n in sizes
-    )
+    times = ((waits.get(role, 0.0), scale / _scale(speeds, role, now[role])) for role, scale in scales.items())
+    return step_s + part * sum(seconds * (ratio - 1) for seconds, ratio in times)
 
 
-def timed(row: LiveJob) -> LiveJob:
+def left_s_of(row: LiveJob, now: float) -> float:
+    """Seconds that a job has still to run, as far as is known."""
+    if row.left_s is None:
+        return HORIZON_S
+    return row.left_s - (now - row.started_at if row.phase == "running" else 0.0)
+
+
+def timed(row: LiveJob, now: float) -> LiveJob:
     """The row with the seconds of its choices as they are known now, where it has a split that was measured."""
     speeds = row.speeds
     if speeds is None or not is_measured(speeds) or all(one.basis == "predicted" for one in row.ask.choices):
         return row
-    return row._replace(ask=replace(row.ask, choices=tuple(_timed(one, speeds) for one in row.ask.choices)))
+    left_s = left_s_of(row, now)
+    return row._replace(ask=replace(row.ask, choices=tuple(_timed(one, speeds, left_s) for one in row.ask.choices)))
 
 
-def _timed(choice: Choice, speeds: Speeds) -> Choice:
+def _timed(choice: Choice, speeds: Speeds, left_s: float) -> Choice:
     sizes = sizes_of(choice)
-    known = all(one in speeds.scales or one in speeds.sizes for one in sizes)
-    return replace(choice, step_s=step_of(speeds, sizes), basis="measured" if known else "estimated")
+    known = {role: _known(speeds, role) for role, _ in sizes}
+    if all(n in known[role] for role, n in sizes):
+        return replace(choice, step_s=step_of(speeds, sizes), basis="measured")
+
+    best, worst = dict[str, float](), dict[str, float]()
+    for role, n in sizes:
+        scale = _scale(speeds, role, n)
+        single = len(known[role]) == 1 and n not in known[role]
+        best[role], worst[role] = _bounds(known[role], n) if single else (scale, scale)
+    grows = any(n > dict(speeds.sizes)[role] for role, n in sizes)
+    trial_s = 2 * speeds.start_s + WINDOW * max(0.0, _step(speeds, worst) - step_of(speeds, speeds.sizes))
+    if grows and trial_s <= GAIN_MIN * left_s:
+        return replace(choice, step_s=_step(speeds, best), basis="estimated at best")
+    return replace(choice, step_s=step_of(speeds, sizes), basis="estimated")
 
 
 def sizes_of(choice: Choice) -> Sizes:

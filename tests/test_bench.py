@@ -161,6 +161,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path
     assert "no benchmark is named b; there are a" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_script_of_the_scheduler_measures_everything_without_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_at_random_every_node_with_room_is_as_likely_and_a_trial_agrees_with_the
     assert abs(together - 250) < 55, "bundles of a gang are drawn one by one"
 
 
+@pytest.mark.slow
 def test_the_seed_of_a_run_is_the_seed_of_random_placement(tmp_path: Path) -> None:
     (tmp_path / "v.csv").write_text("vc,nodes\na,8\n")
     rows = "".join(f"j{i},{i},1000,{1 + 7 * (i % 2)},a\n" for i in range(12))

@@ -42,12 +42,14 @@ def test_the_tensors_of_a_state_are_named_by_the_way_to_them() -> None:
     assert found["net.0.weight"] is w and tensors_of(3) == {}
 
 
+@pytest.mark.slow
 @given(states)
 def test_state_comes_back_equal_with_its_types_and_keys(state: object) -> None:
     outline, tensors = flatten(state)
     assert same(rebuild(json.loads(json.dumps(outline)), tensors), state)
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimiser_comes_back_and_goes_on_equally() -> None:
     torch = pytest.importorskip("torch")
     net = torch.nn.Linear(3, 2)

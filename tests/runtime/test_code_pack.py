@@ -32,6 +32,7 @@ def packed_files(root: Path) -> set[str]:
     return {one.path for one in entries_of(root) if (root / one.path).is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is the judge")
 @given(
     top=st.lists(st.sampled_from(PATTERNS), max_size=5),

@@ -276,6 +276,7 @@ def test_a_handle_tells_its_job_its_folder_and_the_lines_of_a_role(tmp_path: Pat
 # -- rota run --check --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_check_names_a_queue_that_takes_no_jobs_beside_every_other_mistake(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text('name: x\nqueue: defalt\nroles:\n  main: {workload: "no_such_module:X"}\n')
     (tmp_path / "good.yaml").write_text(HELLO)
@@ -439,6 +440,7 @@ def test_a_submission_reports_all_names_that_are_missing_at_once_and_one_alone_b
     with_cli(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(HELLO)
     tree = "- {path: default}\n- {path: team, state: STATE}\n- {path: team/a}\n"

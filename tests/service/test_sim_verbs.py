@@ -53,6 +53,7 @@ def test_two_jobs_of_one_node_run_one_after_the_other(tmp_path: Path) -> None:
     assert "3 of 3 finished" in out and "1m30s" in out
 
 
+@pytest.mark.slow
 def test_work_that_would_be_lent_devices_and_jobs_of_unknown_tenants_are_said_as_what_they_are(tmp_path: Path) -> None:
     rows = "job_id,submit_s,duration_s,gpus,vc,priority\na,0,100,8,x,50\nd,0,100,8,y,-1\nu,0,100,8,unknown,50\n"
     (tmp_path / "jobs.csv").write_text(rows)
@@ -71,6 +72,7 @@ def test_work_that_would_be_lent_devices_and_jobs_of_unknown_tenants_are_said_as
     assert status == 2 and "not.db: not a log" in err
 
 
+@pytest.mark.slow
 def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "jobs.csv").write_text(TRACE + "z,0,1,640,x\n")
     status, out, _ = rota("sim", "run", *GIVEN, "--profile", "fifo")
@@ -86,6 +88,7 @@ def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> 
     assert "none.csv: cannot be read: No such file or directory\n" in err
 
 
+@pytest.mark.slow
 def test_profiles_are_compared_with_the_first() -> None:
     status, out, _ = rota("sim", "compare", *GIVEN, "--profiles", "private,pool", "--json")
     document = json.loads(out)

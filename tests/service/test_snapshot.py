@@ -214,6 +214,7 @@ def write_alike(path: str) -> None:
     SnapshotFile(path=Path(path), program="this").write(views, records[last - 1])
 
 
+@pytest.mark.slow
 def test_a_start_from_a_snapshot_of_a_process_with_other_hashes_equals_a_replay(tmp_path: Path) -> None:
     run = "import sys; from tests.service.test_snapshot import write_alike; write_alike(sys.argv[1])"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

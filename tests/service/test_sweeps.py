@@ -280,6 +280,7 @@ async def end(service: Standing, job: str, loss: float | None, *, failed: bool =
     await service.seen(service.as_master(job, JobEnded(state=state, reason=reason)))
 
 
+@pytest.mark.slow
 def test_the_same_command_again_adds_only_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SOURCE)
     words = ["run", "job.yaml", "--sweep", "lr=1,2", "--metric", "loss"]

@@ -266,6 +266,7 @@ def loss_of(event: InstanceLost) -> Loss:
 KINDS = st.sampled_from(("same", "same", "other", "killed", "commit"))
 
 
+@pytest.mark.slow
 @given(kinds=st.lists(KINDS, max_size=14))
 def test_a_job_ends_exactly_when_three_in_a_row_were_the_same_with_no_commit_between(kinds: list[str]) -> None:
     from tests.job.core.conftest import Driven

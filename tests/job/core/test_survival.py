@@ -234,6 +234,7 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ACTS)
 def test_a_job_never_goes_back_below_the_newest_commit_that_reached_disk_or_a_peer(acts):
     """Stopped at once at any moment, and admitted anywhere."""

@@ -19,7 +19,7 @@ import pytest
 from rota.job.health.heartbeat import ProgressMarks
 from rota.job.instance import spmd, tenant
 from rota.job.instance.runners import Setup, make_context
-from rota.runtime import isolation, probe, process
+from rota.runtime import file_locks, isolation, probe
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.spec.check import tenant_refused
@@ -131,7 +131,7 @@ def test_a_shared_folder_that_is_removed_while_it_is_waited_for_is_made_again(
     removing = os.open(path, os.O_RDONLY)
     fcntl.flock(removing, fcntl.LOCK_EX)
     waits = threading.Event()
-    tried = process.try_lock
+    tried = file_locks.try_lock
 
     def noted(fd: int, **more: Any) -> bool:
         waits.set()
@@ -149,7 +149,7 @@ def test_a_shared_folder_that_is_removed_while_it_is_waited_for_is_made_again(
         assert found == [path / "shared"] and found[0].is_dir() and found[0].stat().st_mode & 0o7777 == 0o1777
         assert path.stat().st_mode & 0o077 == 0, "a user could lock it"
         other = os.open(path, os.O_RDONLY)
-        assert not process.try_lock(other), "it is kept by a lock"
+        assert not file_locks.try_lock(other), "it is kept by a lock"
         os.close(other)
         tenant.remove_shared()
         assert not path.exists()

@@ -22,7 +22,7 @@ from rota.cluster.core.profile import Profile
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.basic import fifo
 from rota.job.core.placement import requests_of
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.process import ProcessId
 from rota.runtime.ray.engine import EngineFiles, EngineSettings, EngineState, end_node, find_engine, start_node
 from rota.spec.errors import EngineUnavailable, SeqConflict
@@ -43,7 +43,7 @@ def add_node(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -
         raise EngineUnavailable("there is no engine to join", hint="start one first")
     settings = replace(settings, storage=head.storage)
     config = {"head": False, "address": head.address, "folder": head.folder}
-    with process.locked(files.lock):
+    with file_locks.locked(files.lock):
         return start_node(files, settings, head.engine, config, timeout_s)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from rota.runtime.process import OUTPUT_BYTES_MAX, execute_command, identify, wait_gone
+from rota.runtime.execute import OUTPUT_BYTES_MAX, execute_command
+from rota.runtime.process import identify, wait_gone
 
 
 def sh(script: str, timeout_s: float = 20.0):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.runtime.images import small_image, small_root
 
-from rota.runtime import cache, image, isolation, process
+from rota.runtime import cache, file_locks, image, isolation
 from rota.runtime.environ import Home
 from rota.runtime.image import ImageFailed, unpack
 
@@ -216,7 +216,7 @@ def test_an_image_that_is_there_waits_for_no_pull_and_one_that_is_pulled_for_too
     monkeypatch.setattr(image, "PULL_MAX_S", 0.5)
     with contextlib.ExitStack() as others:
         for lock in there.parent.glob("*.pulling"):
-            others.enter_context(process.locked(lock))
+            others.enter_context(file_locks.locked(lock))
         assert unpack(home, "x:1", print) == there
         shutil.rmtree(there)
         monkeypatch.setattr(sys, "argv", ["image", str(home.root), "x:1"])

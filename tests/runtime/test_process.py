@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.process import ExitWatch, ProcessId, RunFolder, Spawn
 from rota.spec.errors import TimedOut
 
@@ -261,26 +261,26 @@ def test_usage_is_measured_for_exactly_this_process(sleeper) -> None:
 
 def test_the_wait_for_a_lock_ends_and_names_who_has_it(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    with process.locked(path), pytest.raises(TimedOut) as found, process.locked(path, wait_s=0.01):
+    with file_locks.locked(path), pytest.raises(TimedOut) as found, file_locks.locked(path, wait_s=0.01):
         pass
     assert f"{path} is locked by process {os.getpid()} (" in found.value.message
     assert f"kill {os.getpid()}" in found.value.hint
-    with process.locked(path, wait_s=0.01):
+    with file_locks.locked(path, wait_s=0.01):
         pass
 
 
 def test_a_lock_is_taken_as_soon_as_it_is_free(tmp_path: Path) -> None:
     tries = iter([False, False, True])
-    process.take_lock(tmp_path / "a.lock", lambda: next(tries))
+    file_locks.take_lock(tmp_path / "a.lock", lambda: next(tries))
     assert list(tries) == []
 
 
 def test_the_remedy_for_a_stopped_holder_is_to_continue_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "is_stopped", lambda _: True)
+    monkeypatch.setattr(file_locks, "is_stopped", lambda _: True)
     path = tmp_path / "a.lock"
     with (
-        process.locked(path),
+        file_locks.locked(path),
         pytest.raises(TimedOut, match=f"kill -CONT {os.getpid()}"),
-        process.locked(path, wait_s=0.0),
+        file_locks.locked(path, wait_s=0.0),
     ):
         pass

@@ -25,8 +25,8 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.execute import execute_command
 from rota.runtime.job_files import FileEntries, JobFiles
-from rota.runtime.process import execute_command
 from rota.runtime.ray.engine import EngineAccess
 from rota.runtime.terminal import Terminals
 from rota.service.config import load_settings

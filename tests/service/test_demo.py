@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from test_cli import rota
 
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.environ import Home
 from rota.service import demo
 from rota.service.config import load_settings
@@ -154,7 +154,7 @@ def test_clean_ends_kept_services_and_removes_folders_but_leaves_a_demo_that_pla
     record = daemon.find_service(Home.of(str(kept)))
     assert record is not None
     try:
-        with process.locked(plays / demo.PLAYS):
+        with file_locks.locked(plays / demo.PLAYS):
             done = rota("demo", "--clean", "--json")
         assert done.status == 0, done.err
         assert [(Path(one["home"]), "service" in one["ended"]) for one in done.document["items"]] == [

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks
 from rota.runtime.undo import undone_if_raised
 from rota.spec.resources import parse_size
 
@@ -72,7 +72,7 @@ def unused(*locks: Path) -> Iterator[bool]:
         for path in locks:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
             stack.callback(os.close, lock)
-            free = free and process.try_lock(lock)
+            free = free and file_locks.try_lock(lock)
         yield free
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict, TypeVar
 
-from rota.runtime import cache, environ, process
+from rota.runtime import cache, environ, execute, file_locks
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.secrets import open_from_environ
 from rota.runtime.undo import undone_if_raised
@@ -106,7 +106,7 @@ def output_refused(url: str) -> tuple[str, str]:
 async def apart(what: str, home: str, url: str, *folders: str, env: Mapping[str, str] | None = None) -> str:
     """What the module does (see there) in a process of its own, and what it prints. Raises DataFailed."""
     argv = (sys.executable, "-m", "rota.runtime.data_cache", what, home, url, *folders)
-    done = await process.execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
+    done = await execute.execute_command(argv, timeout_s=FETCH_MAX_S, env=env)
     if done["exit_status"] == 0:
         return done["stdout"]
     failed = DataFailed((done["stderr"].strip().splitlines() or [f"it took more than {FETCH_MAX_S:.0f} s"])[-1])
@@ -122,7 +122,7 @@ def fetch(home: environ.Home, url: str, say: Callable[[str], None] = lambda _: N
     kept = _cache_of(home)
     store, files = _listed(url)
     folder = kept / _key(url, files)
-    with process.locked(folder.with_suffix(".making"), wait_s=FETCH_MAX_S):
+    with file_locks.locked(folder.with_suffix(".making"), wait_s=FETCH_MAX_S):
         if not folder.exists():
             total = sum(one.bytes for one in files)
             _make_room(kept, folder.name, url, total)
@@ -218,7 +218,7 @@ def limit_of(folder: Path) -> int:
 
 def _make_room(folder: Path, name: str, url: str, wanted: int) -> None:
     """Remove what was not used for the longest time and is not in use, until so much more fits; then take it."""
-    with process.locked(folder / "room.lock"):
+    with file_locks.locked(folder / "room.lock"):
         sizes = {path.stem: int(path.read_text() or 0) for path in folder.glob("*.bytes") if path.stem != name}
         limit = limit_of(folder)
         there = [(_used_s(folder / one), size, folder / one) for one, size in sizes.items()]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rota.runtime import cache, environ, process
+from rota.runtime import cache, environ, file_locks, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.spec.errors import RotaError
@@ -67,7 +67,7 @@ def unpack(home: Home, image: str, say: Callable[[str], None]) -> Path:
     if (known := _known(tool, image)) and (found := _held(folder, known[0])).exists():
         return found
     pulling = folder / f"{_key(image)}.pulling"
-    with process.locked(pulling, wait_s=PULL_MAX_S):
+    with file_locks.locked(pulling, wait_s=PULL_MAX_S):
         content, variables = _known(tool, image) or _pulled(tool, image, say)
         if not (found := _held(folder, content)).exists():
             _clean(folder, tool, pulling)
@@ -144,7 +144,7 @@ def _take(folder: Path, new: Path, found: Path) -> None:
     """Give a finished folder its name, after others made room for it. Raises ImageFailed where they are in use."""
     size = sum(path.lstat().st_blocks * 512 for path in new.rglob("*"))
     (new / "bytes").write_text(str(size))
-    with process.locked(folder / "room"):
+    with file_locks.locked(folder / "room"):
         if found.exists():  # unpacked meanwhile, under another name
             return
         try:

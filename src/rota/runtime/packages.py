@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rota.runtime import cache, environ, process
+from rota.runtime import cache, environ, file_locks
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 
@@ -83,7 +83,7 @@ def build(
     cache.hold(folder.with_suffix(".lock"))
     done = folder / "complete"
     if not done.exists():
-        with process.locked(folder.with_suffix(".making")):
+        with file_locks.locked(folder.with_suffix(".making")):
             if not done.exists():
                 cache.remove_unused(folder.parent.glob("*.lock"), SystemClock().wall_s() - UNUSED_S, _remove)
                 say(f"packages: installing {', '.join(packages)}")

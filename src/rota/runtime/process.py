@@ -1,8 +1,7 @@
-"""Processes by pid and start time: spawn, signal, reap, run a command, OOM kills; also file locks and private files."""
+"""Processes by pid and start time: spawn, record, signal, reap, who locks a file, OOM kills; also private files."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -16,16 +15,13 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import psutil
 
-from rota.runtime.clock import backoff
 from rota.spec.codec import JsonValue
-from rota.spec.errors import TimedOut
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -311,49 +307,6 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
 
 
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file for this descriptor alone (flock), or with others that share it; False while that cannot be.
-
-    The kernel frees it at death.
-    """
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-LOCK_MAX_S = 300.0
-"""Longest wait for a lock that is held while one process starts, or files are unpacked: far longer than that takes."""
-_LOCK_PAUSE_S = (0.002, 0.05)
-
-
-def take_lock(path: Path, tried: Callable[[], bool], wait_s: float = LOCK_MAX_S) -> None:
-    """Try to lock the file at ``path`` until it succeeds.
-
-    Raises TimedOut after ``wait_s``, which names the process that has it: a holder that is stopped never unlocks.
-    """
-    until_s, pauses = time.monotonic() + wait_s, backoff(*_LOCK_PAUSE_S)
-    while not tried():
-        if time.monotonic() > until_s:
-            raise _still_locked(path, wait_s)
-        time.sleep(next(pauses))
-
-
-def _still_locked(path: Path, wait_s: float) -> TimedOut:
-    holders = locking(path.resolve())
-    stopped = [str(one.pid) for one in holders if is_stopped(one)]
-    named = [f"{one.pid} ({command_line(one.pid)[:200].strip()})" for one in holders]
-    who = f"process {', '.join(named)}" if named else "a process that cannot be seen from here"
-    pids = " ".join(str(one.pid) for one in holders)
-    if stopped:
-        hint = f"it is stopped by a signal: kill -CONT {' '.join(stopped)}, then try again"
-    else:
-        hint = f"wait for it, or end it with kill {pids}, then try again" if pids else f"fuser {path} may show it"
-    pid = holders[0].pid if holders else None
-    return TimedOut(f"{path} is locked by {who} for more than {wait_s:g} s", hint=hint, path=str(path), pid=pid)
-
-
 def locking(path: Path) -> tuple[ProcessId, ...]:
     """Every running process of this user that has this file locked, also when it was removed meanwhile.
 
@@ -538,20 +491,6 @@ def write_private(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-@contextlib.contextmanager
-def locked(path: Path, *, wait_s: float = LOCK_MAX_S) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be. It ends with this process; no program it starts has it.
-
-    Raises TimedOut after ``wait_s``, see ``take_lock``.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        take_lock(path, lambda: try_lock(fd), wait_s)
-        yield
-    finally:
-        os.close(fd)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn:
     """What to start: command, added environment (``None`` removes a variable), working folder, where output goes.
@@ -628,72 +567,3 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
             if "oom_kill" in fields:
                 return int(fields["oom_kill"])
     return None
-
-
-OUTPUT_BYTES_MAX = 80_000
-"""Kept of each stream: two of them fit into one message of the gateway, however they are escaped."""
-CANNOT_RUN, NOT_FOUND = 126, 127
-"""Exit statuses of shells for a command that cannot be run, and for one that is not there."""
-_DRAIN_S = 1.0
-
-
-class ExecResult(TypedDict):
-    """How a command ended. A signal is exit status 128 and its number; ``cut``: a stream had over OUTPUT_BYTES_MAX."""
-
-    exit_status: int
-    stdout: str
-    stderr: str
-    cut: bool
-    timed_out: bool
-
-
-async def execute_command(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> ExecResult:
-    """Run ``argv`` without a shell and without input for at most ``timeout_s``; everything it started ends with it."""
-    pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    loop = asyncio.get_running_loop()
-    try:
-        transport, run = await loop.subprocess_exec(
-            _Capture, *argv, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True, env=env
-        )
-    except (OSError, ValueError) as error:
-        status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_RUN
-        return _exec_result(status, b"", f"{argv[0]}: {error}\n".encode(errors="replace"), False)
-    timed_out = False
-    try:
-        async with asyncio.timeout(timeout_s):
-            await run.exited.wait()
-    except TimeoutError:
-        timed_out = True
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
-            async with asyncio.timeout(_DRAIN_S):
-                await run.closed.wait()
-        status = transport.get_returncode()
-        transport.close()
-    status = -signal.SIGKILL if status is None else status
-    return _exec_result(status if status >= 0 else 128 - status, run.kept[1], run.kept[2], timed_out)
-
-
-class _Capture(asyncio.SubprocessProtocol):
-    """Keeps the beginning of both streams. Not ``Process.wait``, which waits for whoever inherited a pipe too."""
-
-    def __init__(self) -> None:
-        self.kept = {1: bytearray(), 2: bytearray()}
-        self.exited, self.closed = asyncio.Event(), asyncio.Event()
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self.kept[fd] += data[: OUTPUT_BYTES_MAX + 1 - len(self.kept[fd])]
-
-    def process_exited(self) -> None:
-        self.exited.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed.set()
-
-
-def _exec_result(status: int, out: bytes | bytearray, err: bytes | bytearray, timed_out: bool) -> ExecResult:
-    stdout, stderr = (bytes(one[:OUTPUT_BYTES_MAX]).decode(errors="replace") for one in (out, err))
-    cut = max(len(out), len(err)) > OUTPUT_BYTES_MAX
-    return {"exit_status": status, "stdout": stdout, "stderr": stderr, "cut": cut, "timed_out": timed_out}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rota
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.clock import SystemClock, blocking_sleep, iso
 from rota.runtime.environ import Home
 from rota.service.client import Client
@@ -111,7 +111,7 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     """
     example = find_example()
     home = Path(tempfile.mkdtemp(prefix=HOME_PREFIX))
-    with process.locked(home / PLAYS):
+    with file_locks.locked(home / PLAYS):
         return _play(home, example, report, say, keep=keep)
 
 
@@ -164,7 +164,7 @@ def clean() -> JsonObject:
         if home.is_symlink() or not home.is_dir() or home.stat().st_uid != os.getuid():
             continue
         try:
-            with process.locked(home / PLAYS, wait_s=0.0):
+            with file_locks.locked(home / PLAYS, wait_s=0.0):
                 done = daemon.down(load_settings({"home": str(home), "pretend": PRETEND}), force=True)
                 left = [str(each) for each in done["still_running"]]
                 if not left:

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks
 from rota.tensors.core import Fields
 from rota.tensors.errors import file_errors
 
@@ -55,10 +55,10 @@ class LockFile:
         return self.path.exists() and _key(self.path.stat()) == _key(os.fstat(self.fd))
 
     @contextlib.contextmanager
-    def locked(self, *, wait_s: float = process.LOCK_MAX_S) -> Iterator[None]:
+    def locked(self, *, wait_s: float = file_locks.LOCK_MAX_S) -> Iterator[None]:
         """Hold the lock of the whole file; wait for it. Raises TimedOut, which names the process that has it."""
         with self._gate:
-            process.take_lock(self.path, self._try, wait_s)
+            file_locks.take_lock(self.path, self._try, wait_s)
             try:
                 yield
             finally:

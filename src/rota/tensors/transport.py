@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rota.runtime import directory, environ, process
+from rota.runtime import directory, environ, file_locks, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.directory import Directory
 from rota.runtime.handshake import client_handshake_blocking
@@ -88,7 +88,7 @@ def own_store(plane: Plane) -> str:
         return _own.store
     store = _running(plane, known)
     if not store:
-        with process.locked(plane.folder.parent / "store.lock"):
+        with file_locks.locked(plane.folder.parent / "store.lock"):
             store = _running(plane, known) or _start(plane, known)
     if known.stores().get(known.host) != store:
         known.register(store)
@@ -347,7 +347,7 @@ def elected(
     until_s = clock.monotonic_s() + wait_s
     try:
         while True:
-            if process.try_lock(fd):
+            if file_locks.try_lock(fd):
                 try:
                     before, seen = seen, _last_brought(path)
                     if seen == before or (found := look(0.0)) is None:
@@ -361,7 +361,7 @@ def elected(
                 found = look(_TURN_S)
             if found is not None:
                 return found
-            if clock.monotonic_s() > until_s and process.try_lock(fd):
+            if clock.monotonic_s() > until_s and file_locks.try_lock(fd):
                 raise errors.WaitTimeout(f"{name}: not here after {wait_s:g} s", name=name)
     finally:
         os.close(fd)
@@ -374,7 +374,7 @@ def is_coming(plane: Plane, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not process.try_lock(fd)
+        return not file_locks.try_lock(fd)
     finally:
         os.close(fd)
 

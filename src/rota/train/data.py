@@ -20,7 +20,7 @@ from typing import IO, Final, Literal, Protocol, TypedDict
 
 from rota.runtime import cache
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
-from rota.runtime.process import locked
+from rota.runtime.file_locks import locked
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
 from rota.spec.mixing import GOLDEN, MASK64, mix64
 from rota.train.plan.hardware import Json

@@ -206,7 +206,8 @@ def test_two_threads_that_leave_and_recover_at_once_never_stand_still(home: Path
         import rota.tensors
         from rota.runtime import environ, process
         from rota.runtime.redis import server as redis_server
-        from rota.runtime.process import ProcessId, locked
+        from rota.runtime.file_locks import locked
+        from rota.runtime.process import ProcessId
         home = environ.Home.of({str(home)!r})
         for _ in range(3):
             plane = rota.tensors.connect(home=home.root)

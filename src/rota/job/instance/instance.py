@@ -44,9 +44,10 @@ from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_loop import EventLoopThread
+from rota.runtime.execute import ExecResult, execute_command
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.probe import Load
-from rota.runtime.process import ExecResult, execute_command, own_id
+from rota.runtime.process import own_id
 from rota.runtime.terminal import TerminalRead, Terminals, TerminalWritten
 from rota.spec import codec
 from rota.spec.codec import JsonObject

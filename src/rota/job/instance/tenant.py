@@ -19,8 +19,8 @@ from rota.job.rpc.peers import checkpoint_dir
 from rota.runtime import image, isolation
 from rota.runtime.devices import local_family
 from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, get
+from rota.runtime.file_locks import take_lock, try_lock
 from rota.runtime.node import NODE_ADDRESS
-from rota.runtime.process import take_lock, try_lock
 from rota.runtime.undo import undone_if_raised
 
 SHM_PREFIX = "/dev/shm/rota-tenant-"

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime import cache, environ, process, secrets
+from rota.runtime import cache, environ, file_locks, process, secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.code_pack import CodeCache, unpack
 from rota.runtime.environ import Home, JobDirs
@@ -158,7 +158,7 @@ def _code_of(job: str, home: Home, archive: Callable[[], Path]) -> Path:
     """
     dirs = home.job(job).make()
     cache.hold(dirs.code_lock)
-    with process.locked(dirs.root / "code.making"):
+    with file_locks.locked(dirs.root / "code.making"):
         if not dirs.code.is_dir():
             unpack(archive(), dirs.code)
             remove_unused(home)

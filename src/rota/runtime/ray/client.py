@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from rota.runtime import environ, process
 from rota.runtime.clock import backoff
+from rota.runtime.execute import ExecResult
 from rota.runtime.job_files import FIRST_READ_S, INSTALLATION, FileEntries
 from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
-from rota.runtime.process import ExecResult, RunFolder, Spawn
+from rota.runtime.process import RunFolder, Spawn
 from rota.runtime.random import RandomSource, SystemRandom
 from rota.runtime.ray.engine import LOOPBACK, SOCKET_PATH_MAX, EngineSettings
 from rota.spec.codec import JsonObject

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.devices import BUILT_IN
 from rota.runtime.node import cores_allowed
 from rota.runtime.output import last_line
@@ -233,7 +233,7 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.
     Raises EngineUnavailable when the engine does not come up; the hint names the log.
     """
     files = EngineFiles(home)
-    with process.locked(files.lock):
+    with file_locks.locked(files.lock):
         found = find_engine(home)
         if found is not None:
             _ensure_watched(files, found)
@@ -284,7 +284,7 @@ def join_engine(
     it starts. Raises EngineUnavailable when the node does not come up; the hint names the log.
     """
     files = EngineFiles(home)
-    with process.locked(files.lock):
+    with file_locks.locked(files.lock):
         found = find_joined(home)
         if found is not None and found.engine == access.engine and found.address == access.address:
             _ensure_watched(files, found)
@@ -312,7 +312,7 @@ def find_joined(home: Path) -> EngineState | None:
 def stop_engine(home: Path) -> tuple[ProcessId, ...]:
     """End every process of the engine, workers included; harmless if there is none. Returns what could not be ended."""
     files = EngineFiles(home)
-    with process.locked(files.lock):
+    with file_locks.locked(files.lock):
         return _clear(files)
 
 

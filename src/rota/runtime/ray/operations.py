@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from rota.runtime import process
 from rota.runtime.clock import backoff, blocking_sleep
 from rota.runtime.environ import INSTALLATION, Home
+from rota.runtime.execute import ExecResult
 from rota.runtime.launcher import (
     Call,
     CallTimeout,
@@ -34,7 +35,6 @@ from rota.runtime.launcher import (
     master_name,
 )
 from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
-from rota.runtime.process import ExecResult
 from rota.runtime.ray import machines
 from rota.runtime.ray.agent import Agents, end_agents
 from rota.runtime.ray.client import (

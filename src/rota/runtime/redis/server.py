@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks, process
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung
 from rota.runtime.redis.client import RedisClient, RegistryAddress, ReplyError
 from rota.runtime.undo import undone_if_raised
@@ -75,7 +75,7 @@ def registry_lock(home: environ.Home) -> Iterator[None]:
     if path in mine:
         yield
         return
-    with process.locked(path):
+    with file_locks.locked(path):
         mine.add(path)
         try:
             yield
@@ -251,7 +251,7 @@ def _take_life(home: environ.Home) -> int:
     life = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
 
     def alone() -> bool:
-        if process.try_lock(life):
+        if file_locks.try_lock(life):
             return True
         for found in process.locking(path):
             if mark in process.command_line(found.pid):  # not what was forked, without an exec, beside its start
@@ -259,7 +259,7 @@ def _take_life(home: environ.Home) -> int:
         return False
 
     with undone_if_raised(os.close, life):
-        process.take_lock(path, alone, _STOP_S)
+        file_locks.take_lock(path, alone, _STOP_S)
     return life
 
 

@@ -16,9 +16,9 @@ from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
 from rota.runtime.data_cache import DataFailed, apart, output_refused, url_refused
 from rota.runtime.environ import Home
+from rota.runtime.execute import execute_command
 from rota.runtime.image import PULL_MAX_S
 from rota.runtime.packages import python_of
-from rota.runtime.process import execute_command
 from rota.runtime.secrets import VARIABLE
 from rota.service.jobfile.reader import placed
 from rota.spec import check, codec

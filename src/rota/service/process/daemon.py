@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 from urllib.parse import quote
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import SUPERVISOR, ProcessId, ProcessRecord, RunFolder, Spawn
@@ -125,7 +125,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> UpDocument:
     from its log), Conflict, SchemaTooNew, StoreCorrupt, TimedOut.
     """
     home = Home.of(settings.home).make()
-    with process.locked(home.up_lock, wait_s=UP_LOCK_S):
+    with file_locks.locked(home.up_lock, wait_s=UP_LOCK_S):
         record = _wait_answer(home, timeout_s)
         started = record is None
         if record is None:
@@ -158,7 +158,7 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> Dow
         ended, left = _end_unrecorded(home, grace_s=grace_s)
         return _down_document(ended, left, [])
     home.make()
-    with process.locked(home.up_lock, wait_s=UP_LOCK_S):
+    with file_locks.locked(home.up_lock, wait_s=UP_LOCK_S):
         ended: list[str] = []
         left: list[ProcessId] = []
         stopped: list[str] = []

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.devices import FAMILIES_VARIABLE, GPUS_MAX_VARIABLE, local_devices
 from rota.runtime.environ import Home
@@ -131,7 +131,7 @@ class MachineFiles:
     def start(self, name: str) -> None:
         """Start the agent or its watcher if it does not run and this machine is still a member."""
         run = RunFolder(self.root)
-        with process.locked(self.lock):
+        with file_locks.locked(self.lock):
             if run.find_alive(name) is not None or self.read() is None:
                 return
             more = (WATCH,) if name == WATCHER else ()
@@ -189,7 +189,7 @@ def join(
     wanted = _membership(settings, address, token, name, cpus, gpus, labels, at)
     home = Home.of(settings.home).make()
     files = MachineFiles(home)
-    with process.locked(home.run / f"join-{process.machine_id()}.lock"):
+    with file_locks.locked(home.run / f"join-{process.machine_id()}.lock"):
         _check_free(home, files, wanted)
         joined_before = RunFolder(files.root).find_alive(AGENT) is not None
         try:
@@ -211,7 +211,7 @@ def leave(settings: Settings, *, force: bool = False) -> JoinDocument:
     known = files.read()
     if known is None and not files.root.exists():
         return _document("left", None, text="this machine has not joined an installation")
-    with process.locked(home.run / f"join-{process.machine_id()}.lock"):
+    with file_locks.locked(home.run / f"join-{process.machine_id()}.lock"):
         if known is not None and not force:
             with contextlib.suppress(RotaError), Client(known.url, known.token, timeout_s=ASK_TIMEOUT_S) as client:
                 client.leave_machine(known.host)
@@ -361,7 +361,7 @@ def _wait_joined(files: MachineFiles, wanted: Membership) -> None:
 def _end(files: MachineFiles) -> tuple[list[str], list[int]]:
     """End agent, node and registry, and remove their files; what was ended, and processes that do not end."""
     run, ended, left = RunFolder(files.root), list[str](), list[process.ProcessId]()
-    with process.locked(files.lock):  # from here on neither starts the other one
+    with file_locks.locked(files.lock):  # from here on neither starts the other one
         files.membership.unlink(missing_ok=True)
     for name in (WATCHER, AGENT):
         if (found := run.find_alive(name)) is not None:

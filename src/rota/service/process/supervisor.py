@@ -15,7 +15,7 @@ import logging
 import sys
 from urllib.parse import urlsplit
 
-from rota.runtime import process
+from rota.runtime import file_locks, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced
@@ -136,7 +136,7 @@ class Supervisor:
         if self._clock.monotonic_s() - self._died_s < grace_s:
             return
         try:
-            with process.locked(self._home.up_lock, wait_s=UP_LOCK_S):
+            with file_locks.locked(self._home.up_lock, wait_s=UP_LOCK_S):
                 self._start_unless_started(record, which)
         except TimedOut as error:  # looked at again soon: the holder may be a rota up that takes long
             _log.error("the service is not started again yet: %s", error)

@@ -23,7 +23,7 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from rota.runtime import environ, process
+from rota.runtime import environ, file_locks, process
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import BadInput
 from rota.tensors import errors
@@ -358,7 +358,7 @@ class Devices:
         found = self._dial(uuid)
         if found is not None or not start:
             return found
-        with process.locked(self.folder / f"{uuid}.lock"):
+        with file_locks.locked(self.folder / f"{uuid}.lock"):
             found = self._dial(uuid)
             if found is None:
                 self._start(uuid)

@@ -26,7 +26,7 @@ from rota.spec.errors import BadInput, UnknownName
 JOB = "train-1"
 HOLD = """
 import sys
-from rota.runtime.ray.agent import localized
+from rota.runtime.ray.localize import localized
 from rota.runtime.ray.host import Boot
 home, workdir = sys.argv[1:]
 boot = Boot(name="x", namespace="rota/i", target="", args={"place": {"job": "train-1"}}, env={"ROTA_HOME": home},
@@ -51,7 +51,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.mark.slow
 def test_processes_of_one_machine_share_the_code_and_it_goes_when_none_holds_it(home: Home, tmp_path: Path) -> None:
-    from rota.runtime.ray.agent import remove_unused
+    from rota.runtime.ray.localize import remove_unused
 
     (tmp_path / "code" / "a.py").write_text("changed after the submit")
     code, argv = home.job(JOB).code, [sys.executable, "-c", HOLD, str(home.root), str(tmp_path / "code")]
@@ -74,8 +74,8 @@ def test_processes_of_one_machine_share_the_code_and_it_goes_when_none_holds_it(
 def test_code_in_use_a_moment_ago_stays_and_a_job_without_a_pack_starts_in_its_folder(
     home: Home, tmp_path: Path
 ) -> None:
-    from rota.runtime.ray.agent import localized, remove_unused
     from rota.runtime.ray.host import Boot
+    from rota.runtime.ray.localize import localized, remove_unused
 
     place = {"job": JOB}
     boot = Boot(name="x", namespace="rota/i", target="", args={"place": place}, env={HOME: str(home.root)})
@@ -97,7 +97,7 @@ def test_code_in_use_a_moment_ago_stays_and_a_job_without_a_pack_starts_in_its_f
 
 
 def test_code_whose_removal_was_cut_is_not_used_and_goes_later(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.runtime.ray.agent import remove_unused
+    from rota.runtime.ray.localize import remove_unused
 
     dirs = home.job(JOB)
     dirs.code.mkdir()
@@ -122,8 +122,9 @@ def test_an_archive_that_went_from_the_cache_is_packed_again(home: Home, tmp_pat
 
 
 def test_an_agent_reads_below_the_folders_of_a_job_alone_and_its_refusals_are_values(home: Home) -> None:
-    from rota.runtime.ray.agent import Agent, localized
+    from rota.runtime.ray.agent import Agent
     from rota.runtime.ray.host import Boot
+    from rota.runtime.ray.localize import localized
 
     agent, dirs = Agent(str(home.root), "i"), home.job(JOB)
     (dirs.logs / "main-0.log").write_bytes(b"0123456789")

@@ -34,8 +34,8 @@ from rota.runtime.environ import Home
 from rota.runtime.launcher import RemoteError
 from rota.runtime.node import NODE_ADDRESS, network_environment
 from rota.runtime.probe import LOOK_S, HangWatch
-from rota.runtime.ray.agent import localized
 from rota.runtime.ray.directory import RayDirectory
+from rota.runtime.ray.localize import localized
 from rota.runtime.ray.machines import own_host
 from rota.runtime.socket_calls import CallServer
 from rota.spec.codec import JsonObject

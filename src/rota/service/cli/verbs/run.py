@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -44,22 +44,49 @@ LOOK_S = 1.0
 SCRIPTS = (".sh", ".sbatch", ".slurm")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChangeFlags:
+    """The flags of ``rota run`` that change what the job file says."""
+
+    set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the file; repeatable.")] = None
+    name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the job.")] = ""
+    queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Queue.")] = ""
+    priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None
+    time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = ""
+    after: Annotated[list[str] | None, Parameter(help="Job (id or name) to start after; JOB:ended; repeatable.")] = None
+    cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = ""
+    gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = ""
+    memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = ""
+    env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """Those of the one role."""
+        return {"cpus": self.cpus, "gpus": self.gpus, "memory": self.memory}
+
+    def sets(self) -> dict[str, str]:
+        """The others as ``--set`` values, the short flags first; each with the flag that it came by."""
+        number = "" if self.priority is None else str(self.priority)
+        short = [
+            *(("name", self.name, "-n"), ("queue", self.queue, "-q"), ("priority", number, "-p")),
+            ("time_limit", self.time_limit, "-t"),
+        ]
+        made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
+        if self.after:
+            made[f"after={json.dumps(self.after)}"] = f"--after {' --after '.join(self.after)}"
+        made |= {f"env.{pair}": f"-e {pair}" for pair in _variables(self.env).values()}
+        return made | {text: f"--set #{number}" for number, text in enumerate(self.set_ or (), 1)}
+
+
+NO_CHANGES = ChangeFlags()
+
+
 def run(
     file: Annotated[str, Parameter(help="Job file (YAML, JSON; '-' is stdin) or shell script.")] = "",
     *,
     argv: Annotated[list[str] | None, Parameter(show=False)] = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the file; repeatable.")] = None,
-    name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the job.")] = "",
-    queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Queue.")] = "",
-    priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None,
-    time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = "",
-    after: Annotated[
-        list[str] | None, Parameter(help="Job (id or name) to start after; JOB:ended; repeatable.")
-    ] = None,
-    cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = "",
-    gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = "",
-    memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
-    env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None,
+    changes: ChangeFlags = NO_CHANGES,
     workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
     check: Annotated[
         bool, Parameter(help="Only report every mistake of the file, its queue and its workloads.")
@@ -92,8 +119,8 @@ def run(
     rota run job.yaml --sweep lr=1e-4,3e-4 --sweep seed=1..5 --metric loss
     """
     _check_workdir(workdir, flags)
-    changes = _changes(set_, name, queue, priority, time_limit, env, after)
-    body = _body(file, ["sh"] if shell else argv, changes, {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    sets = changes.sets()
+    body = _body(file, ["sh"] if shell else argv, sets, changes.resources, workdir)
     if shell:
         body["source"] = shell_source({"-d": detach, "-w": wait, "--timeout": timeout, "--sweep": sweep != NO_SWEEP})
     if ignore_image:
@@ -104,11 +131,11 @@ def run(
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
     headers = _headers(file)
-    spec = _as_given(changes, lambda: _in_all_roles(env, body, changes, _read(body, flags), flags), headers)
-    plan = None if sweep == NO_SWEEP else _as_given(changes, lambda: plan_sweep(sweep, body, spec), headers)
+    spec = _as_given(sets, lambda: _in_all_roles(changes.env, body, sets, _read(body, flags), flags), headers)
+    plan = None if sweep == NO_SWEEP else _as_given(sets, lambda: plan_sweep(sweep, body, spec), headers)
     _note(terminal, _missing_scripts(flags, spec, body["workdir"]))
     if check:
-        return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
+        return _as_given(sets, lambda: _check(flags, terminal, body, spec), headers)
     if dry_run and plan is not None:
         return flags.show(plan.document, POINTS)
     if dry_run:
@@ -118,7 +145,7 @@ def run(
     with _client(flags, terminal) as client:
         if plan is not None:
             return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
-        handle = _as_given(changes, lambda: client.submit(body), headers)
+        handle = _as_given(sets, lambda: client.submit(body), headers)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         _note(terminal, unenforced(spec) if ignore_image else ())
         if shell:
@@ -186,7 +213,7 @@ def clone(
     rota clone hello-1 --set roles.main.resources.gpus=1 -n smaller
     """
     terminal = flags.terminal()
-    changes = _changes(set_, name)
+    changes = ChangeFlags(set_=set_, name=name).sets()
     with flags.client() as client:
         made = _as_given(changes, lambda: client.clone(job, set=[*changes], ignore_image=ignore_image))
         terminal.note(f"{made.id} submitted  {made.document['url']}")
@@ -201,25 +228,6 @@ def _sweep(
         hint = "leave out -d: after Ctrl-C, or a kill, the same command continues it"
         raise BadInput(f"--budget {plan.budget}: each rung waits for the one before", hint=hint)
     return run_sweep(client, terminal, plan, wait=wait or bool(plan.budget), timeout_s=timeout_s)
-
-
-def _changes(
-    sets: list[str] | None,
-    name: str,
-    queue: str = "",
-    priority: int | None = None,
-    time_limit: str = "",
-    env: list[str] | None = None,
-    after: list[str] | None = None,
-) -> dict[str, str]:
-    """The short flags as ``--set`` values, before the explicit ones; each with the flag that it came by."""
-    number = "" if priority is None else str(priority)
-    short = [("name", name, "-n"), ("queue", queue, "-q"), ("priority", number, "-p"), ("time_limit", time_limit, "-t")]
-    made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
-    if after:
-        made[f"after={json.dumps(after)}"] = f"--after {' --after '.join(after)}"
-    made |= {f"env.{pair}": f"-e {pair}" for pair in _variables(env).values()}
-    return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
 
 
 def _variables(env: Iterable[str] | None) -> dict[str, str]:

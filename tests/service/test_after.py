@@ -8,7 +8,7 @@ from typing import Any
 from standing import HELLO, Standing, with_service
 
 from rota import Job
-from rota.service.cli.verbs.run import _changes as flags_of
+from rota.service.cli.verbs.run import ChangeFlags
 from rota.service.jobfile.models import job_text
 from rota.service.jobfile.reader import read_job
 from rota.spec.events import JobEnded
@@ -100,7 +100,7 @@ def test_a_job_of_another_user_is_found_by_its_id_alone(tmp_path: Path) -> None:
 
 def test_file_flag_script_and_builder_say_the_same() -> None:
     wanted = (After(job="prep"), After(job="gen-2", when="ended"))
-    (change,) = flags_of(None, "", after=["prep", "gen-2:ended"])
+    (change,) = ChangeFlags(after=["prep", "gen-2:ended"]).sets()
     for read in (
         read_job(after("prep", "gen-2:ended"), filename="j.yaml"),
         read_job(NEXT, filename="j.yaml", sets=[change]),

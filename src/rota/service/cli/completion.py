@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
@@ -104,15 +105,15 @@ def words_for(
     return sorted(word for word in offered if word.startswith(last))
 
 
-def flags_of(function: Callable[..., int]) -> list[str]:
+def flags_of(function: Callable[..., object]) -> list[str]:
     """The long flags of a verb and those of every verb."""
     found: list[str] = []
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
-        if name == "flags":
-            found += [f"--{part.replace('_', '-')}" for part in inspect.signature(hints[name]).parameters]
+        if is_dataclass(kind := hints[name]):  # several flags as one value
+            found += flags_of(kind)
             continue
         extras = get_args(hints[name])[1:] if get_origin(hints[name]) is Annotated else ()
         given = next((extra.name for extra in extras if getattr(extra, "name", None)), None)

@@ -307,7 +307,6 @@ def test_what_is_misspelt_is_told_with_what_was_meant_and_a_short_list_that_it_i
 
 def test_completion_offers_verbs_flags_and_templates() -> None:
     assert rota("completion", "words", "--", "expl").out.split() == ["explain"]
-    assert "--since" in rota("completion", "words", "--", "ps", "--").out.split()
     assert {"--after", "--samples"} <= {*rota("completion", "words", "--", "run", "--").out.split()}
     assert rota("completion", "words", "--", "plan", "s").out.split() == ["search", "show"]
     assert "ppo" in rota("completion", "words", "--", "init", "").out.split()

@@ -112,7 +112,7 @@ def flags_of(function: Callable[..., object]) -> list[str]:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
-        if is_dataclass(kind := hints[name]):  # several flags as one value
+        if isinstance(kind := hints[name], type) and is_dataclass(kind):  # several flags as one value
             found += flags_of(kind)
             continue
         extras = get_args(hints[name])[1:] if get_origin(hints[name]) is Annotated else ()

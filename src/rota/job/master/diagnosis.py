@@ -100,7 +100,7 @@ class DiagnosisManager:
     """How many processes the kernel has ended for memory here; None when it is not counted."""
     is_stopped: Callable[[Process], bool] = lambda which: False
     """Whether a process of this node is stopped by a signal."""
-    halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict)
+    halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict[tuple[InstanceId, Epoch], int])
     """Looks in a row that found the process of an instance stopped."""
     kills: int | None = None
     beats: dict[InstanceId, tuple[Heartbeat, float]] = field(default_factory=dict[InstanceId, tuple[Heartbeat, float]])
@@ -108,7 +108,9 @@ class DiagnosisManager:
     rates: dict[InstanceId, RateWatch] = field(default_factory=dict[InstanceId, RateWatch])
     """Cores in use: where they drop without an excuse, the limit on progress is halved."""
     stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
-    late: Mapping[tuple[InstanceId, Epoch], InstanceState] = field(default_factory=dict)
+    late: Mapping[tuple[InstanceId, Epoch], InstanceState] = field(
+        default_factory=dict[tuple[InstanceId, Epoch], InstanceState]
+    )
     """Instances that are not ready yet, with their states; ``came_s`` is when one of them last made progress."""
     came_s: float = 0.0
 
@@ -145,13 +147,13 @@ class DiagnosisManager:
         A process that appears, one that gets ready, an import, a mark of progress and work of a core are steps; a beat
         is none, nor is a processor that spins in a collective.
         """
-        now_s, late = self.clock.monotonic_s(), {}
+        now_s, late = self.clock.monotonic_s(), dict[tuple[InstanceId, Epoch], InstanceState]()
         for one in ctx.instances.values():
             if one.state in (InstanceState.STARTING, InstanceState.STALE):
                 late[one.id, one.epoch] = one.state
         if late != self.late:
             self.late, self.came_s = late, now_s
-        heard = {one: beat for one, epoch in late if (beat := self._beat(ctx.instances[one])) is not None}
+        heard = {one: beat for one, _ in late if (beat := self._beat(ctx.instances[one])) is not None}
         doing = {
             str(one): f"last heard {now_s - self.beats[one][1]:.0f} s ago, in {', '.join(beat.busy) or 'nothing'}"
             for one, beat in heard.items()

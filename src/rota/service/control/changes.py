@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from rota.cluster.core.quota import BrokenRule, broken_rules
 from rota.cluster.live import Scheduler
@@ -82,7 +82,7 @@ def queue_fault(scheduler: Scheduler, path: str) -> Finding | None:
 def check_queue(scheduler: Scheduler, path: str) -> None:
     """Raises UnknownName or Conflict for a queue that no job may be submitted to."""
     if (fault := queue_fault(scheduler, path)) is not None:
-        kind = Conflict if fault.code == Reason.QUEUE_CLOSED else UnknownName
+        kind = Conflict if fault.code == str(Reason.QUEUE_CLOSED) else UnknownName
         raise kind(fault.message, hint=fault.hint, code=fault.code)
 
 
@@ -139,7 +139,8 @@ class AmountPart(ResourcesPart):
 
     def make(self) -> Res:
         """The amount."""
-        return Res(**{"cpus": 0.0, **self.given()})
+        given: dict[str, Any] = {"cpus": 0.0, **self.given()}
+        return Res(**given)
 
 
 class CellsPart(Part):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from rota.cluster.core.explain import SchedulerExplanation
 from rota.cluster.sim.calibration import Calibration
@@ -465,15 +465,17 @@ def _from_json(raw: JsonObject) -> JobSpec:
     return spec
 
 
-def _unread(raw: Any, read: Any, path: str) -> tuple[str, str, list[str]] | None:
+def _unread(raw: object, read: object, path: str) -> tuple[str, str, list[str]] | None:
     """Where, how and among which names a value has one that reading it passed over."""
     if isinstance(raw, dict) and isinstance(read, dict):
-        for name, below in raw.items():
-            found = _unread(below, read[name], f"{path}.{name}") if name in read else (path, name, [*read])
+        fields = cast("dict[str, object]", read)
+        for name, below in cast("dict[str, object]", raw).items():
+            found = _unread(below, fields[name], f"{path}.{name}") if name in fields else (path, name, [*fields])
             if found is not None:
                 return found
     elif isinstance(raw, list) and isinstance(read, list):
-        rows = (_unread(one, other, f"{path}[{i}]") for i, (one, other) in enumerate(zip(raw, read)))
+        pairs = zip(cast("list[object]", raw), cast("list[object]", read))
+        rows = (_unread(one, other, f"{path}[{i}]") for i, (one, other) in enumerate(pairs))
         return next((found for found in rows if found is not None), None)
     return None
 

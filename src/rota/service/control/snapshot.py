@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Views:
 
 def _fields(part: Any) -> dict[str, Any]:
     """What records may change: all attributes, without those that a part was made with."""
-    names = getattr(part, "__slots__", None) or vars(part)
+    names = cast("Iterable[str]", getattr(part, "__slots__", None) or vars(part))
     return {name: getattr(part, name) for name in names if name not in getattr(part, "GIVEN", ())}
 
 

@@ -61,7 +61,10 @@ def document(model: type[T], *sources: object, **given: object) -> T:
     if unknown := given.keys() - fields.keys():
         raise TypeError(f"{model.__name__} has no field {', '.join(sorted(unknown))}")
     found: dict[str, object] = {}
-    finds = [one.get if isinstance(one, Mapping) else partial(getattr, one) for one in (given, *sources)]
+    finds: list[Callable[[str, object], object]] = [
+        cast("Mapping[str, object]", one).get if isinstance(one, Mapping) else partial(getattr, one)
+        for one in (given, *sources)
+    ]
     for name, (write, required) in fields.items():
         value: object = _MISSING
         for find in finds:
@@ -69,7 +72,7 @@ def document(model: type[T], *sources: object, **given: object) -> T:
                 break
         if value is not _MISSING:
             found[name] = write(value)
-        elif write.__class__ is _Constant:
+        elif isinstance(write, _Constant):
             found[name] = write(None)
         elif required:
             raise TypeError(f"{model.__name__} lacks {name}")
@@ -121,7 +124,7 @@ def _writer(hint: Any) -> Writer:
     if origin is dict:
         return dict
     if is_typeddict(hint):
-        return lambda value: value if isinstance(value, dict) else document(hint, value)
+        return lambda value: cast("object", value) if isinstance(value, dict) else document(hint, value)
     return lambda value: value.value if isinstance(value, Enum) else value
 
 

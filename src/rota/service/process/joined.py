@@ -399,9 +399,12 @@ class JoinAgent:
         """Since when service and engine refuse connections."""
         self._status: MachineStatus = {"state": "", "text": "", "engine": ""}
 
+    def _end(self, signum: int, frame: object) -> None:
+        self._stopping.set()
+
     def run(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: self._stopping.set())
+            signal.signal(signum, self._end)
         process.become_subreaper()
         while not self._stopping.is_set():
             with Client(self._member.url, self._member.token, timeout_s=ASK_TIMEOUT_S) as client:

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Container, Coroutine, Iterator
+from collections.abc import Callable, Container, Coroutine, Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("rota.service")
 
 
 @contextlib.contextmanager
-def only_one(home: Home) -> Iterator[None]:
+def only_one(home: Home) -> Generator[None]:
     """Hold the lock of the installation. Raises Conflict when another process serves it."""
     home.make()
     if home.restoring.exists():
@@ -170,7 +170,7 @@ class _Server(uvicorn.Server):
     """Leaves signals to ``serve``, which also has a loop and an engine to close."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
 

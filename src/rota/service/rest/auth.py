@@ -102,9 +102,9 @@ class Auth:
     own: TokenMade
     hosts: frozenset[str]
     accounts: AccountBook = field(default_factory=AccountBook)
-    _codes: dict[str, _LoginCode] = field(default_factory=dict)
+    _codes: dict[str, _LoginCode] = field(default_factory=dict[str, _LoginCode])
     """The oldest first."""
-    _failures: dict[str, deque[float]] = field(default_factory=dict)
+    _failures: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
 
     @staticmethod
     def of(

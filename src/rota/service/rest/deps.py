@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,7 +171,7 @@ class AppState:
         self.streams_of[user] += 1
 
     @contextmanager
-    def exec_slot(self, user: str) -> Iterator[None]:
+    def exec_slot(self, user: str) -> Generator[None]:
         """Count a command that runs beside an instance. Raises LimitExceeded."""
         if self.execs.total() >= EXECS_MAX or self.execs[user] >= EXECS_OF_USER_MAX:
             text = f"{self.execs.total()} commands run beside instances, {self.execs[user]} of {user}"

@@ -92,7 +92,8 @@ class SubmitBody(BaseModel):
         """The same as a value. Raises BadInput when there is neither text nor spec."""
         if not self.source and self.spec is None:
             raise BadInput("provide 'source' or 'spec'", hint="send the text of a job file as 'source'")
-        return Submission(**{**vars(self), "sets": tuple(self.sets)})
+        given = self.model_dump(exclude={"sets"})
+        return Submission(**given, sets=tuple(self.sets))
 
 
 class StopBody(BaseModel):

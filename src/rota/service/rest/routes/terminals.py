@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -152,7 +152,7 @@ async def _frames(on: JobAccess, place: _Place, after: int) -> AsyncIterator[byt
             yield format_sse_event(comment="alive")
 
 
-async def _ask(on: JobAccess, place: _Place, method: str, head: list[object]) -> Any:
+async def _ask(on: JobAccess, place: _Place, method: str, head: Sequence[object]) -> Any:
     """The answer of the instance; None where the terminal or the instance is gone."""
     where = (on.job.id, place.instance.role, place.instance.rank, place.epoch)
     found = await on.app.engine.terminal(*where, method, head, timeout_s=READ_S)

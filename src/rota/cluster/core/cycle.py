@@ -51,30 +51,46 @@ from rota.spec.reasons import Reason
 
 
 def step(state: State, event: Event, profile: Profile, now: float) -> list[Decision]:
-    """Fold an event, decide, and carry the decisions out in the state. Equal inputs give equal decisions.
-
-    What a pass tried is what its decisions do, so it stays; only claims on devices that are still held are undone.
-    """
+    """Fold an event, decide, and carry the decisions out in the state."""
     apply(state, event, now)
+    with state.txn() as txn:
+        decisions = carried_out(state, txn, profile, now)
+        txn.keep()
+    note_decisions(state, decisions, now)
+    return decisions
+
+
+def carried_out(state: State, txn: Txn, profile: Profile, now: float) -> list[Decision]:
+    """What should happen now; the state is afterwards, in this transaction, as these decisions make it.
+
+    What a pass tried is what its decisions do, so it stays. One that also claims devices that are still held is undone,
+    and its decisions are folded.
+    """
     if profile.prepare is not None:
         profile.prepare(state)
-    if not state.lines and profile.sharing is None:
-        state.memory.pass_ended(cut_short=False)
-        return []
-    with state.txn() as txn:
-        walk = _Pass(state, txn, profile, now)
-        decisions = walk.run()
-        kept = not walk.tentative
-        if kept:
-            txn.keep()
+    before, walk = txn.changes, _Pass(state, txn, profile, now)
+    decisions = walk.run()
+    if walk.tentative:
+        txn.undo(before)
+        for event in events_of(decisions):
+            fold(state, txn, event, now)
+    return decisions
+
+
+def nothing_waits(state: State, profile: Profile) -> bool:
+    """Whether a pass would decide nothing, which counts as one."""
+    if state.lines or profile.sharing is not None:
+        return False
+    state.memory.pass_ended(cut_short=False)
+    return True
+
+
+def note_decisions(state: State, decisions: Sequence[Decision], now: float) -> None:
+    """Remember decisions that were carried out for internal errors; they are no events from outside."""
     happened = state.happened
     for event in events_of(decisions):
-        if kept:
-            note(state, event, now)
-        else:
-            apply(state, event, now)
+        note(state, event, now)
     state.happened = happened
-    return decisions
 
 
 def events_of(decisions: Sequence[Decision]) -> Iterator[Event]:

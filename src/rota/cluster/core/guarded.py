@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Vector
-from rota.cluster.core.cycle import decide
-from rota.cluster.core.events import JobPaused, fold
+from rota.cluster.core.cycle import carried_out, nothing_waits
+from rota.cluster.core.events import JobPaused, ReasonGiven, fold
 from rota.cluster.core.jobs import Allocation, Wait
-from rota.cluster.core.profile import Admit, Decision, Profile, WaitOn
+from rota.cluster.core.profile import Admit, Decision, Profile, Resize, WaitOn
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -26,31 +26,45 @@ PASSES_MAX = 200
 
 
 def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
-    """What should happen now, and the jobs that are left out of it, with why.
+    """What should happen now, which is carried out in the state, and the jobs that are left out of it, with why.
 
     Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start
     on what is not free; the pass is made again without them. Raises what fails at no job, or in ``PASSES_MAX`` passes.
+    A caller for whom a log carries decisions out calls this in a transaction that is undone.
     """
     refused: dict[JobId, str] = {}
+    if nothing_waits(state, profile):
+        return [], refused
     with state.txn() as txn:
         for row in overdrawn(state):
             state.mark(txn, state.nodes[row].id, Health.SUSPECT)
         for _ in range(PASSES_MAX):
+            before = txn.changes
             try:
-                decisions = decide(state, profile, now)
-                wrong = refusals(state, decisions)
+                decisions, wrong = carried_out(state, txn, profile, now), None
             except InvariantBroken as error:
                 if error.job is None:
                     raise
                 decisions, wrong = [], {error.job: error.text}
-            if not wrong:
-                waits = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.") for job, why in refused.items()}
-                new = [job for job in waits if not state.jobs[job].has_reason(Reason.INTERNAL)]
-                return [*decisions, *(WaitOn(job=job, wait=waits[job]) for job in new)], refused
-            refused |= wrong
-            for job in wrong:
+            if wrong is None and not any(isinstance(one, Admit) and _not_free(state, one) for one in decisions):
+                txn.keep()
+                return [*decisions, *_give_reasons(state, txn, refused, now)], refused
+            txn.undo(before)
+            refused |= wrong or refusals(state, decisions)
+            for job in refused:
                 fold(state, txn, JobPaused(job=job, paused=True), now)
     raise state.broken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
+
+
+def _give_reasons(state: State, txn: Txn, refused: Mapping[JobId, str], now: float) -> list[WaitOn]:
+    """The jobs that were left out wait again, for the reason that a bug keeps them from starting."""
+    found = list[WaitOn]()
+    for job, why in refused.items():
+        fold(state, txn, JobPaused(job=job, paused=False), now)
+        if not state.jobs[job].has_reason(Reason.INTERNAL):
+            found.append(WaitOn(job=job, wait=Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.")))
+            fold(state, txn, ReasonGiven(job=job, wait=found[-1].wait), now)
+    return found
 
 
 @contextmanager
@@ -65,37 +79,42 @@ def without_refused(state: State) -> Generator[None]:
 
 def overdrawn(state: State) -> list[int]:
     """Nodes of which more is given than there is, cores and bytes of those that shrank under their jobs aside."""
+    if all(np.minimum.reduce(array, initial=0) == 0 for array in (state.cpu, state.mem, state.dev_milli)):
+        return []
     short = set(np.flatnonzero((state.cpu < 0) | (state.mem < 0)).tolist()) - state.shrunk
     return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short})
 
 
 def refusals(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
-    """Jobs that these decisions would start on what is not free, after the starts before them, and why that is wrong.
+    """Jobs that these decisions would start on what is not free, after those before them, and why that is wrong.
 
     This looks at the devices alone: it shares nothing with the policies, which may be what is wrong.
     """
     found: dict[JobId, str] = {}
     with state.txn() as txn:
         for one in decisions:
-            if isinstance(one, Admit):
-                broken = [text for slot in one.held if (text := _not_free(state, txn, slot))]
-                if len(one.held) < (asked := len(state.jobs[one.job].ask.having(one.choice).shape.slots)):
-                    broken.append(f"it would start with {len(one.held)} of {asked} slots")
-                if broken:
-                    found[one.job] = broken[0]
+            if isinstance(one, Resize):
+                state.resize(txn, one.job, one.held)
+            elif isinstance(one, Admit):
+                for slot in one.held:
+                    state.take(txn, slot, 1)
+                if why := _not_free(state, one):
+                    found[one.job] = why
     return found
 
 
-def _not_free(state: State, txn: Txn, slot: Allocation) -> str:
-    """Take a slot; what of it was not there to be given."""
-    node = state.nodes[slot.node].id
-    sick = [d for d in slot.devices if state.dev_health[d] or int(state.dev_node[d]) != slot.node]
-    state.take(txn, slot, 1)
-    if sick or state.node_health[slot.node]:
-        return f"{node}, or a device of it, takes no work"
-    short = [d for d in slot.devices if int(state.dev_milli[d]) < 0]
-    if short or (slot.cpu_milli and int(state.cpu[slot.node]) < 0) or (slot.mem and int(state.mem[slot.node]) < 0):
-        return f"what it would get of {node} is not free"
+def _not_free(state: State, start: Admit) -> str:
+    """What of the slots of a start, which are taken, was not there to be given."""
+    for slot in start.held:
+        node = state.nodes[slot.node].id
+        sick = [d for d in slot.devices if state.dev_health[d] or int(state.dev_node[d]) != slot.node]
+        if sick or state.node_health[slot.node]:
+            return f"{node}, or a device of it, takes no work"
+        short = [d for d in slot.devices if int(state.dev_milli[d]) < 0]
+        if short or (slot.cpu_milli and int(state.cpu[slot.node]) < 0) or (slot.mem and int(state.mem[slot.node]) < 0):
+            return f"what it would get of {node} is not free"
+    if len(start.held) < (asked := len(state.jobs[start.job].ask.having(start.choice).shape.slots)):
+        return f"it would start with {len(start.held)} of {asked} slots"
     return ""
 
 

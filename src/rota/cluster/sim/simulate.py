@@ -13,7 +13,7 @@ from rota.cluster.core import cycle, events
 from rota.cluster.core.admission import shape_feasible, unusable_share
 from rota.cluster.core.capacity import GPU, UNLIMITED
 from rota.cluster.core.choice import parts_of, sizes_now, step_s_of, step_s_on
-from rota.cluster.core.guarded import violations
+from rota.cluster.core.guarded import guarded, violations
 from rota.cluster.core.jobs import Allocations, JobAsk, LineKey, LiveJob, Wait, line_key
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.state import State
@@ -361,9 +361,11 @@ class Simulation:
             events.apply(self.state, events.JobMeasured(job=job, rate=rate), self.now)
         self.measured.clear()
         began = self.clock.monotonic_s()
-        decisions = cycle.step(self.state, events.Tick(), self.profile, self.now)
+        decisions, refused = guarded(self.state, self.profile, self.now)
+        cycle.note_decisions(self.state, decisions, self.now)
         self.result.decision_s.append(self.clock.monotonic_s() - began)
         self.result.decisions += 1
+        self.result.violations += len(refused)
         for decision in decisions:
             match decision:
                 case Admit(job=job) if job not in self.runs:

@@ -20,6 +20,8 @@ from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies import PROFILES, get_profile
+from rota.cluster.sim import simulate
+from rota.cluster.sim.sharing import with_sharing
 from rota.cluster.sim.simulate import Simulation
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId, NodeId
@@ -39,13 +41,14 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._step, self._moment, self._stops = cycle.step, object(), set[Stop]()
+        self.moment: object = None
+        self._guarded, self._stops = simulate.guarded, set[Stop]()
 
-    def step(self, state: State, event: Event, profile: Profile, now: float) -> list[Decision]:
-        decisions = self._step(state, event, profile, now)
+    def guarded(self, state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
+        decisions, refused = self._guarded(state, profile, now)
         moment = (frozenset(state.jobs), now // profile.round_s if profile.round_s else 0)
-        if moment != self._moment:
-            self._moment, self._stops = moment, set[Stop]()
+        if moment != self.moment:
+            self.moment, self._stops = moment, set[Stop]()
         sets: dict[JobId, set[Stop]] = {}
         for one in decisions:
             if isinstance(one, Preempt):
@@ -54,7 +57,7 @@ class Watch:
             assert not new <= self._stops, f"at {now} stopped twice for one job: {new}"
             self._stops |= new
         assert not find_circle(self._stops), f"at {now} stopped in a circle: {self._stops}"
-        return decisions
+        return decisions, refused
 
 
 def find_circle(stops: set[Stop]) -> set[Stop]:
@@ -75,10 +78,11 @@ def test_in_any_stream_no_job_is_stopped_twice_for_another_nor_for_one_that_was_
         jobs = stream(rng, queues, leaves, whole=profile == "hived", noise=5.0)
         jobs += beyond_their_promise(rng, nodes, queues, leaves, [one.submit_s for one in jobs])
         jobs.sort(key=lambda one: (one.submit_s, one.ask.id))
-        monkeypatch.setattr(cycle, "step", Watch().step)
-        run = Simulation(State(nodes, queues), get_profile(profile), jobs, SystemClock(), check_every=20).run()
+        watch, rules = Watch(), with_sharing(get_profile(profile))
+        monkeypatch.setattr(simulate, "guarded", watch.guarded)
+        run = Simulation(State(nodes, queues), rules, jobs, SystemClock(), check_every=20).run()
         monkeypatch.undo()
-        assert run.violations == 0
+        assert run.violations == 0 and watch.moment is not None
 
 
 def test_who_borrows_less_takes_from_who_borrows_more_only_what_no_promise_covers() -> None:

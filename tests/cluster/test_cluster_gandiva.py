@@ -18,7 +18,8 @@ from rota.cluster.core.jobs import Allocation
 from rota.cluster.core.profile import Admit, Decision, Preempt
 from rota.cluster.core.state import State
 from rota.cluster.policies import get_profile
-from rota.cluster.policies.gandiva import gandiva, potential
+from rota.cluster.policies.gandiva import gandiva, gandiva_pack, potential
+from rota.cluster.sim.sharing import with_sharing
 from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
@@ -142,11 +143,10 @@ def test_the_published_move_is_one_that_lowers_the_potential(held: list[int], gp
         assert potential(list(after.values())) < potential(list(before.values()))
 
 
-def played(
-    jobs: list[SimJob], *nodes: int, overheads: Overheads | None = None, pack_gain: float | None = None
-) -> SimResult:
+def played(jobs: list[SimJob], *nodes: int, overheads: Overheads | None = None, packs: bool = False) -> SimResult:
     s = state(*(node(f"n{i}", gpus) for i, gpus in enumerate(nodes)))
-    result = Simulation(s, gandiva(ROUND_S, pack_gain), jobs, VirtualClock(), overheads=overheads).run()
+    profile = with_sharing(gandiva_pack(ROUND_S) if packs else gandiva(ROUND_S))
+    result = Simulation(s, profile, jobs, VirtualClock(), overheads=overheads).run()
     assert result.violations == 0 and all(run.state == "SUCCEEDED" for run in result.runs.values())
     return result
 
@@ -222,7 +222,7 @@ def test_two_that_grow_share_what_is_idle_evenly() -> None:
     jobs=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 2, 8]), st.integers(0, 90)), min_size=2, max_size=7)
 )
 def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, int, int]]) -> None:
-    s, profile = state(node("n0", 4), node("n1", 4)), gandiva(ROUND_S)
+    s, profile = state(node("n0", 4), node("n1", 4)), with_sharing(gandiva(ROUND_S))
     for now, (gpus, most, leaves) in enumerate(jobs):
         asked = ask(f"j{now}", slot(gpus), at=float(now), slots_max=most // gpus)
         for decision in step(s, JobArrived(ask=asked), profile, float(now)):
@@ -240,7 +240,7 @@ def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, i
 @pytest.mark.parametrize(("speed", "stays"), [(0.8, True), (0.4, False), (0.52, False)])
 def test_two_jobs_share_devices_only_as_long_as_that_was_measured_to_gain(speed: float, stays: bool) -> None:
     jobs = [sim("old", 2, 200.0), sim("new", 2, 200.0, at=1.0)]
-    result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), pack_gain=0.05)
+    result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), packs=True)
     old, new = (result.runs[JobId(name)] for name in ("old", "new"))
     assert (old.first_start_s, new.first_start_s) == (0.0, 1.0), "nobody waits to begin with"
     if stays:
@@ -255,9 +255,9 @@ def test_two_jobs_share_devices_only_as_long_as_that_was_measured_to_gain(speed:
 def test_sharing_gains_over_turns_where_jobs_leave_each_other_room_and_costs_little_where_not() -> None:
     jobs = [sim(f"j{i}", 1, 300.0, at=float(i)) for i in range(6)]
 
-    def last(speed: float, pack_gain: float | None) -> float:
-        result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), pack_gain=pack_gain)
+    def last(speed: float, *, packs: bool) -> float:
+        result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), packs=packs)
         return max(run.end_s or 0.0 for run in result.runs.values())
 
-    assert last(0.75, 0.05) < 0.8 * last(0.75, None)
-    assert last(0.5, 0.05) <= 1.05 * last(0.5, None)
+    assert last(0.75, packs=True) < 0.8 * last(0.75, packs=False)
+    assert last(0.5, packs=True) <= 1.05 * last(0.5, packs=False)

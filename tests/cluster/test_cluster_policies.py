@@ -11,10 +11,10 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.cycle import decide, events_of, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import _ahead, explain
-from rota.cluster.core.guarded import check
+from rota.cluster.core.guarded import check, guarded
 from rota.cluster.core.jobs import Allocations, JobAsk, LiveJob
 from rota.cluster.core.preemption import RoomBound
 from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn, WakeAt
@@ -25,6 +25,7 @@ from rota.cluster.policies import PROFILES, basic, get_profile
 from rota.cluster.policies.basic import ROUND_S, Fit, LeastService, ShortestFirst, las
 from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.hived import book_of
+from rota.cluster.sim.sharing import with_sharing
 from rota.spec.errors import UnknownName
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
@@ -78,7 +79,7 @@ def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
 def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_trials(
     name: str, drawn: list[tuple[str, int, list[int], float | None]], ends: list[int], tries: int
 ) -> None:
-    s, profile = cluster(), replace(get_profile(name), candidates_max=tries)
+    s, profile = cluster(), replace(with_sharing(get_profile(name)), candidates_max=tries)
     asks = [_ask(i, one) for i, one in enumerate(drawn)]
     for now, one in enumerate(asks):
         apply(s, JobArrived(ask=one), float(now))
@@ -89,7 +90,15 @@ def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_t
         again = decide(s, profile, float(now))
         assert again == first or tries < TRIES[0] or WakeAt(at=float(now)) in (*first, *again)
         assert s.digest() == before
-        for decision in step(s, Tick(), profile, float(now)):
+        with s.txn():
+            assert guarded(s, profile, float(now))[1] == {}
+        assert s.digest() == before
+        twin = s.copy()
+        decisions, _ = guarded(s, profile, float(now))
+        for event in events_of(decisions):
+            apply(twin, event, float(now))
+        assert s.digest() == twin.digest(), "the state is as the decisions make it"
+        for decision in decisions:
             if isinstance(decision, Preempt):
                 apply(s, JobReleased(job=decision.job), float(now))
         check(s)
@@ -155,7 +164,7 @@ def test_no_profile_gives_a_queue_or_a_user_more_than_its_limit(
     name: str, drawn: list[tuple[str, str, int, list[int], int]]
 ) -> None:
     nodes = (replace(node(f"n-{path}", 8), labels=((TENANT_LABEL, path),)) for path in ("d/a", "d/b", "e"))
-    s, profile, ends = state(*nodes, queues=GPU_LIMITS), get_profile(name), dict[int, list[JobId]]()
+    s, profile, ends = state(*nodes, queues=GPU_LIMITS), with_sharing(get_profile(name)), dict[int, list[JobId]]()
     for now, (queue, user, priority, gpus, lasts) in enumerate(drawn):
         one = ask(f"j{now:02}", *(slot(n) for n in gpus), queue=queue, priority=priority, user=user, at=float(now))
         ends.setdefault(now + lasts, []).append(one.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,17 +13,21 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
-from rota.cluster.core.jobs import Allocations
+from rota.cluster.core.jobs import Allocations, LiveJob
+from rota.cluster.core.profile import Placer
 from rota.cluster.core.state import State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.cluster.sim.report import means, waits
 from rota.cluster.sim.runs import SimInput, compare, lines_of, load, run_sim, simulate
+from rota.cluster.sim.sharing import with_sharing
 from rota.cluster.sim.simulate import Overheads, SimJob, Simulation
 from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.clock import SystemClock
 from rota.runtime.random import SeededRandom
 from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
 from rota.testing.memory import VirtualClock
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
@@ -208,13 +212,14 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
     )
     given = load(*files(tmp_path, "job_id,submit_s,duration_s,gpus,vc,priority\n" + rows, "vc,nodes\na,1\nb,1\n"))
     jobs = [replace(job, ask=replace(job.ask, est_s=job.work_s)) for job in given.jobs()]
-    real = Starts(State(given.nodes, given.queues), get_profile(profile), jobs, SystemClock())
+    rules = with_sharing(get_profile(profile))
+    real = Starts(State(given.nodes, given.queues), rules, jobs, SystemClock())
     real.run()
     live = State(given.nodes, given.queues)
-    Simulation(live, get_profile(profile), jobs, SystemClock(), until_s=fork).run()
+    Simulation(live, rules, jobs, SystemClock(), until_s=fork).run()
     waiting = sorted(row.ask.id for row in live.waiting_jobs())
     assert len(waiting) >= 2
-    found = Forecast(live, get_profile(profile), fork).play(VirtualClock())
+    found = Forecast(live, rules, fork).play(VirtualClock())
     for job in waiting:
         after = [at for at, one in real.__dict__["starts"] if one == job and at > fork]
         assert found.of(job).p50 == (after[0] if after else None)
@@ -228,6 +233,34 @@ def test_no_job_is_promised_a_start_in_the_past_and_who_ran_is_played_anew() -> 
     for at, job in enumerate(("one", "two")):
         step(s, JobArrived(ask=ask(job, slot(4), at=at, est_s=50.0)), get_profile("fifo"), float(at))
     assert Forecast(s, get_profile("fifo"), 2.0).play(VirtualClock()).starts == {two: (26.0, 50.0, 98.0)}
+
+
+@dataclass(frozen=True)
+class FailsAt:
+    """A placer with a bug: it raises for one job, and gives another what a running one has."""
+
+    inner: Placer
+
+    def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
+        if row.ask.id == "raises":
+            raise ZeroDivisionError
+        held = next((one.held for one in state.holders()), None)
+        return held if held and row.ask.id == "twice" else self.inner.place(state, txn, row)
+
+
+def test_a_simulation_leaves_out_the_jobs_at_which_a_policy_fails_as_a_service_does() -> None:
+    profile = get_profile("fifo")
+    jobs = [
+        SimJob(ask=ask(name, slot(2), at=float(at)), submit_s=float(at), work_s=9.0)
+        for at, name in enumerate(("first", "raises", "twice", "last"))
+    ]
+    result = Simulation(
+        state(node("n", 4)), replace(profile, placer=FailsAt(profile.placer)), jobs, SystemClock()
+    ).run()
+    ended = {job: run.end_s for job, run in result.runs.items()}
+    assert ended == {"first": 9.0, "raises": None, "twice": 21.0, "last": 12.0} and result.violations > 0
+    why = result.runs[JobId("raises")].why
+    assert why is not None and why.reason is Reason.INTERNAL and "ZeroDivisionError" in why.text
 
 
 def test_drawings_show_what_the_run_did(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ from rota.cluster.core.quota import ShareRequest, fair_shares
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.policies import get_profile
 from rota.cluster.policies.basic import Fit
-from rota.cluster.policies.gandiva import LendAndPack, pair_of, potential
+from rota.cluster.policies.gandiva import potential
+from rota.cluster.sim.sharing import LendAndPack, pair_of
 from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.queue import Queue

@@ -14,6 +14,7 @@ from standing import HELLO, PlayedEngine, Standing, with_service
 
 from rota.cluster.live import Scheduler
 from rota.cluster.policies import PROFILES, get_profile
+from rota.cluster.sim.sharing import SIMULATED, with_sharing
 from rota.service.control import loop
 from rota.spec.events import (
     DowntimePassed,
@@ -365,6 +366,6 @@ def test_what_of_a_profile_is_simulated_alone_is_among_the_warnings(tmp_path: Pa
     with_service(tmp_path, test)
 
 
-def test_every_profile_that_shares_devices_says_that_a_service_does_not() -> None:
-    profiles = [get_profile(name) for name in PROFILES]
-    assert [one.name for one in profiles if bool(one.sharing) is not bool(one.simulated)] == []
+def test_only_a_simulation_adds_shared_devices_to_a_profile_and_a_service_says_so() -> None:
+    assert [name for name in PROFILES if get_profile(name).sharing is not None] == []
+    assert {name for name in PROFILES if with_sharing(get_profile(name)).sharing is not None} == SIMULATED.keys()

@@ -122,8 +122,7 @@ class Scheduler:
     """Attributes that no record changes, or that follow from the others."""
 
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
-        # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked).
-        self.profile = replace(profile, sharing=None)
+        self.profile = profile
         self._state = State(())
         self._to_lay_out_at: float | None = None
         self._requests_of = requests_of

@@ -413,14 +413,9 @@ class _Pass:
         return held
 
     def _separate(self, decisions: Sequence[Resize | Preempt]) -> None:
-        for decision in decisions:
-            if isinstance(decision, Resize):
-                self._resize({decision.job: decision.held})
-                continue
-            self.decisions.append(decision)
-            self.state.put(self.txn, self.state.jobs[decision.job]._replace(phase="stopping"))
-            if decision.undone is not None:
-                self.txn.put(self.state.undone, decision.undone, None)
+        for event in events_of(decisions):
+            fold(self.state, self.txn, event, self.now)
+        self.decisions += decisions
 
     def _resize(self, changes: dict[JobId, Allocations]) -> None:
         for job, held in changes.items():

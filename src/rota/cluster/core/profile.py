@@ -186,9 +186,7 @@ class Profile:
     objective: Objective = "goodput"
     """What decides among the shapes that a job may have."""
     sharing: SharedDevices | None = None
-    """In simulations alone: the runtime gives a device to one job, and a running job asks for more by itself."""
-    simulated: str = ""
-    """What of the policy a service does not do, in a sentence that it shows among its warnings."""
+    """None: a device is of one job, and a running job has what it asked for."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True

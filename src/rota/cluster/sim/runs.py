@@ -30,6 +30,7 @@ from rota.cluster.sim.report import (
     write_jobs,
     write_plots,
 )
+from rota.cluster.sim.sharing import with_sharing
 from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
 from rota.cluster.sim.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace, rows_of
 from rota.runtime.clock import Clock, SystemClock
@@ -141,7 +142,8 @@ def load(trace: Path, vcs: Path, *, scale: float = 1.0, seed: int = 0) -> SimInp
 def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads | None = None) -> SimResult:
     """Play a trace under a profile. Raises UnknownName for a profile that does not exist."""
     state = State(given.nodes, given.queues)
-    run = Simulation(state, get_profile(profile, seed=given.seed), given.jobs(), clock, overheads=overheads)
+    made = with_sharing(get_profile(profile, seed=given.seed))
+    run = Simulation(state, made, given.jobs(), clock, overheads=overheads)
     gc.collect()
     gc.freeze()  # the jobs stay: else the collector looks through all of them again and again
     try:

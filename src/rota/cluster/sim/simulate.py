@@ -17,11 +17,11 @@ from rota.cluster.core.guarded import guarded, violations
 from rota.cluster.core.jobs import Allocations, JobAsk, LineKey, LiveJob, Wait, line_key
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.state import State
-from rota.cluster.policies.gandiva import HALF, pair_of, partners
 from rota.cluster.sim.report import (
     RunFigures,
     Sample,
 )
+from rota.cluster.sim.sharing import HALF, pair_of, partners
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason

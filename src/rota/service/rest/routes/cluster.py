@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.cluster.core.state import State
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
+from rota.cluster.sim.sharing import SIMULATED
 from rota.service.accounts import UserRole
 from rota.service.config import masked_url
 from rota.service.control.changes import broken_queues, read_queues
@@ -196,8 +197,8 @@ def _warnings(app: AppState) -> list[str]:
     with suppress(OSError):  # what an earlier ``up`` had is not here
         since = max(since, app.home.last_up.stat().st_mtime)
     found += [_replaced_text(one, now) for one in app.loop.installation.replaced if one.found_at > since]
-    if (profile := app.loop.scheduler.profile).simulated:
-        found.append(f"profile {profile.name}: {profile.simulated}")
+    if (name := app.loop.scheduler.profile.name) in SIMULATED:
+        found.append(f"profile {name}: {SIMULATED[name][1]}")
     if app.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if app.settings.host not in ("127.0.0.1", "localhost", "::1"):

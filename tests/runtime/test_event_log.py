@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,6 +204,36 @@ def test_two_processes_write_at_once_without_a_gap_or_an_error(tmp_path: Path) -
     numbers = [record.number for record in log.read()]
     assert numbers == list(range(1, len(numbers) + 1))
     assert set(told) <= set(numbers)
+    log.close()
+
+
+@pytest.mark.slow
+def test_a_writer_gets_in_between_the_transactions_of_another_that_hardly_pauses(tmp_path: Path) -> None:
+    """SQLite by itself looks ten times a second, which misses nine of ten pauses of 10 ms."""
+    log, taken, done = open_log(tmp_path), threading.Event(), threading.Event()
+    epoch, turns = service(log), 0
+
+    def occupy() -> None:
+        nonlocal turns
+        with contextlib.closing(sqlite3.connect(tmp_path / "rota.db", timeout=60, isolation_level=None)) as other:
+            while not done.is_set():
+                other.execute("BEGIN IMMEDIATE")
+                turns += 1
+                taken.set()
+                time.sleep(0.54)
+                other.execute("ROLLBACK")
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    try:
+        assert taken.wait(60)
+        for i in range(3):
+            log.append([tick(str(i))], writer=epoch, job=JobId("a-1"))
+    finally:
+        done.set()
+        thread.join()
+    assert turns <= 9
     log.close()
 
 

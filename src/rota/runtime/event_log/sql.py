@@ -10,6 +10,7 @@ import os
 import shutil
 import sqlite3
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from rota.spec.ids import Epoch, JobId
 
 SCHEMA_VERSION = "0002"
 BUSY_TIMEOUT_S = 5.0
+_LOOKS_MS = 20
+"""SQLite looks for a lock after 1, 2, 5 ... 100 ms; over and over up to this, it meets the gaps of a busy writer."""
 FOLD_TIMEOUT_S = 1.0
 POOL_MAX = 8
 # one number for all Rota installations of one PostgreSQL database: "rota" in ASCII
@@ -168,8 +171,31 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     # A deferred transaction that turns into a writing one fails at once when another process wrote meanwhile.
-    write = connection.get_execution_options().get("rota_write")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+    if not connection.get_execution_options().get("rota_write"):
+        connection.exec_driver_sql("BEGIN")
+        return
+    raw, until_s = (
+        cast("sqlite3.Connection", connection.connection.driver_connection),
+        time.monotonic() + BUSY_TIMEOUT_S,
+    )
+    raw.execute(f"PRAGMA busy_timeout = {_LOOKS_MS}")
+    try:
+        while not _begun(raw) and time.monotonic() < until_s:
+            pass
+        if not raw.in_transaction:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+    finally:
+        raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+
+
+def _begun(raw: sqlite3.Connection) -> bool:
+    try:
+        raw.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
 
 
 _CORRUPT = ("malformed", "not a database", "disk i/o error: short read")

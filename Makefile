@@ -40,9 +40,9 @@ TYPES = $(shell sed -n 's/^strict = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'
 # The fast tests in four parts side by side with lint: torch is imported by one process and the web stack by two, which
 # take the files of one half of the alphabet each: workers of pytest-xdist would both import all of them, beside a third
 # process. None imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores. The
-# plugin of schemathesis takes half a second to import and serves a slow test alone. Two threads of torch wait for each
-# other where two cores are shared.
-FAST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:schemathesis --ignore-glob='*_real.py' -m "not real and not slow and not gpu"
+# plugin of schemathesis takes half a second to import and serves a slow test alone; those of valkey and anyio, a quarter,
+# serve none. Two threads of torch wait for each other where two cores are shared.
+FAST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:schemathesis -p no:valkey -p no:anyio --ignore-glob='*_real.py' -m "not real and not slow and not gpu"
 TORCH := tests/examples tests/job tests/train
 WEB := tests/service tests/ui
 WEB_1 := $(wildcard tests/service/test_[a-j]*.py)

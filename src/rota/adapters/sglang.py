@@ -30,7 +30,7 @@ class Rollout(rollout.Rollout):
         self._options: JsonObject = {**saved, **(engine or {}), "model_path": model}
 
     def setup(self, ctx: InstanceContext) -> None:
-        """Start SGLang on the devices of this instance; draws begin with the seed of the job."""
+        """Start SGLang on the devices of this instance; sampling is seeded with the job's seed."""
         environ.export(RAW_LOGPROBS, "1")  # read when its processes start
         self._engine = require("sglang").Engine(**{"random_seed": ctx.seed, **self._options})
 

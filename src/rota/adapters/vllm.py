@@ -46,7 +46,7 @@ class Rollout(rollout.Rollout):
         return [[_completion(one) for one in answered.outputs] for answered in found]
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """By name into every worker; what is kept of earlier prompts was computed with the old weights.
+        """Load them by name in every worker, and reset the prefix cache, which was computed with the old weights.
 
         The engine runs in a process of its own, and arguments of its calls carry no tensors (vLLM, vllm/v1/
         serial_utils.py): they are in a file in shared memory, which goes with its descriptor, also when this is killed.

@@ -1,1 +1,1 @@
-"""The nouns every part shares: values, events, commands, errors; nothing here has side effects."""
+"""Types shared by all packages: values, events, commands, errors; nothing here reads or writes anything."""

@@ -33,7 +33,7 @@ class UserCode:
         return self._error is not None
 
     def take(self) -> Exception | SystemExit:
-        """What it raised, once: a frame that keeps its own error keeps its arrays until the next garbage collection.
+        """Return the exception and forget it: a kept traceback would keep the arrays of its frames alive.
 
         Raises RuntimeError when it returned.
         """

@@ -1,1 +1,1 @@
-"""For tests of what runs jobs over the interfaces of ``runtime``: a launcher in one process, under a virtual clock."""
+"""Implementations of the interfaces of ``runtime`` for tests: a launcher in one process, under a virtual clock."""

@@ -180,7 +180,7 @@ def apply(state: State, event: Event, now: float) -> None:
 
 
 def note(state: State, event: Event, now: float) -> None:
-    """Remember an event for the message of an internal error, unless it changes only what is known of a job."""
+    """Remember an event for the message of an internal error; those that change no job or node are left out."""
     match event:
         case NodesLaidOut() | Tick() | ReasonGiven():
             return
@@ -253,7 +253,7 @@ def fold(state: State, txn: Txn, event: Event, now: float) -> None:
 
 
 def _is_from_outside(event: Event, row: LiveJob | None) -> bool:
-    """Whether an event is more than what follows from decisions: who asks or what there is has changed."""
+    """Whether an event changes requests or capacity, and does not only follow from decisions."""
     match event:
         case JobArrived(ask=ask):
             return ask.part_of is None

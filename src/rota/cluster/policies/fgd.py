@@ -119,7 +119,7 @@ class FreeNodeTable:
 
 
 class Gradient:
-    """By how much a task of a kind would raise the fragmentation of each node, and on which device that is least.
+    """Fragmentation that a task of a kind adds to each node, and the device on which it adds least.
 
     Answers are kept by kind; only nodes that changed since are computed again.
     """
@@ -319,7 +319,7 @@ def left_over(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class LeastLeft:
-    """Every bundle goes to the node that has least left; of equal nodes to the first."""
+    """Best fit: every bundle goes to the node that has least left; ties go to the first node."""
 
     def place(self, state: State, txn: Txn, row: LiveJob) -> Allocations | None:
         """A place bundle by bundle; None if none fits."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error for a name that the loop asked for and the job has not: where that is written, and the nearest one."""
+    """AttributeError for a name that the job does not declare, with the line that uses it and the nearest name."""
     place = place_in_job()
     return AttributeError(f"{place}{': ' if place else ''}{text}; {nearest(name, known)}")
 
@@ -391,7 +391,7 @@ class _Devices:
             self._wake()
 
     async def _pass_to(self, role: RoleSpec) -> None:
-        """Only the head of the line is here; cut short, the devices have no holder and the next asks anew."""
+        """Called by the first in the queue; when it is cancelled the devices have no holder and the next asks again."""
         held, self._holder = self._holder, None
         for other in self.roles:
             if other is not role and self._asleep.get(other.name) != self._members(other):

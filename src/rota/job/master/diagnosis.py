@@ -283,7 +283,7 @@ class DiagnosisManager:
         )
 
     def overdue(self, ctx: JobContext, absent: Absent | None = None) -> list[JobEvent]:
-        """Events of silences that are too long now, each once an epoch: only those are accused who hold up the rest."""
+        """Events of silences that are too long now, each once an epoch; only instances that hold up the rest."""
         now_s = self.clock.monotonic_s()
         watched = [one for one in ctx.instances.values() if one.state is InstanceState.READY]
         self.since = {key: self.since.get(key, now_s) for key in ((one.id, one.epoch) for one in watched)}
@@ -302,7 +302,7 @@ class DiagnosisManager:
         graph = self.graph(ctx, absent)
         found |= dict(self._stopped(ctx, graph))
         for root in graph.roots():
-            for one in self._accused(graph, root, watched):
+            for one in self._at_fault(graph, root, watched):
                 found.setdefault(one.id, _stall(graph, root, one))
         fresh = {(one, ctx.instances[one].epoch): event for one, event in found.items()}
         new = [event for key, event in fresh.items() if key not in self.stalled]
@@ -331,7 +331,7 @@ class DiagnosisManager:
             else:
                 yield one, InstanceLost(role=role, rank=rank, epoch=epoch, reason=reason, text=text, alive=True)
 
-    def _accused(self, graph: WaitGraph, root: Root, watched: Iterable[InstanceRecord]) -> list[InstanceRecord]:
+    def _at_fault(self, graph: WaitGraph, root: Root, watched: Iterable[InstanceRecord]) -> list[InstanceRecord]:
         """The members of a root; when it is not part of the job, those who wait for it: only they can be replaced."""
         inside = [one for one in watched if str(one.id) in root.members]
         if inside or not root.members:
@@ -341,7 +341,7 @@ class DiagnosisManager:
         return [one for one in watched if str(one.id) in direct]
 
     def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:
-        """Who would be accused if every limit were ``SUSPECT_S``: what a person sees before the limit is reached."""
+        """The instances at fault if every limit were ``SUSPECT_S``: shown before the limit is reached."""
         statuses = {
             name: replace(
                 one,
@@ -358,9 +358,9 @@ class DiagnosisManager:
         """The graph as a document; culprits, and who is suspected before a limit is reached, with their stacks."""
         document = self._document(ctx, self.graph(ctx, absent))
         named = {name for root in (*document["culprits"], *document["suspects"]) for name in root["members"]}
-        accused = [one for one in ctx.instances if str(one) in named][:STACKS_AT_ONCE_MAX]
-        found = await asyncio.gather(*(stacks(one.role, one.rank) for one in accused))
-        return {**document, "stacks": {str(one): text for one, text in zip(accused, found, strict=True)}}
+        blamed = [one for one in ctx.instances if str(one) in named][:STACKS_AT_ONCE_MAX]
+        found = await asyncio.gather(*(stacks(one.role, one.rank) for one in blamed))
+        return {**document, "stacks": {str(one): text for one, text in zip(blamed, found, strict=True)}}
 
     def _document(self, ctx: JobContext, graph: WaitGraph) -> WhyDocument:
         culprits = graph.roots()

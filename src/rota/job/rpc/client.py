@@ -406,7 +406,7 @@ class RpcClient:
         return known
 
     def _set_aside(self, peer: Peer, *, refused: bool) -> None:
-        """Nothing is sent to it until the table says that it is new, or, when it only refused, for some time."""
+        """Exclude the peer until the table has a newer epoch of it, or, when it only refused, for some time."""
         self._down.add((peer.id, peer.epoch))
         if refused:
             asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)

@@ -1,4 +1,4 @@
-"""A start as it is done on its machine: its paths there, and code and secrets from the machine of the service."""
+"""The start of an instance on its machine: paths rewritten, code and secrets fetched from the service's machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNUSED_S = 86_400.0
 
 
 def localized(boot: Boot) -> tuple[Boot, dict[str, str]]:
-    """A start as it is done on this machine, and the values of its secrets.
+    """The start with the paths of this machine, and the values of its secrets.
 
     The code of a job that was packed at its submit is unpacked for all of its instances, and is their working folder.
     An instance on a machine that does not see the home of the service has home, log, output and checkpoints in the home

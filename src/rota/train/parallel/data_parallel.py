@@ -109,7 +109,7 @@ def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, axes: DeviceMesh) 
 
 
 def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: bool) -> None:
-    """What the coming backward of this FSDP model does beside gradients; ``last`` is that of the last micro-batch.
+    """Set gradient sync and resharding for the next backward of an FSDP model; ``last``: of the last micro-batch.
 
     ZeRO 2 and 3 scatter gradients in every micro-batch, so that no rank ever holds all of them; 2 keeps the gathered
     weights from one micro-batch to the next. Replicas reduce once; replicas of groups of shards with every scatter.
@@ -127,7 +127,7 @@ def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: 
 
 class Buffers:
     """Buffers (BatchNorm statistics ...) of the modules on this rank. After a step all ranks have those of the first
-    data rank, as in ``DistributedDataParallel``: statistics are of the rows of one rank, also in a checkpoint."""
+    data rank, as in ``DistributedDataParallel``: statistics come from the batch of one rank, also in a checkpoint."""
 
     def __init__(self, pieces: Sequence[nn.Module], mesh: PlanMesh) -> None:
         self._pieces = pieces

@@ -276,12 +276,12 @@ class _CutBounds:
         self._hops_s = [2 * one for one in table.hops_s(setting)]
 
     def without_last_s(self, counts: Sequence[int]) -> float:
-        """Of the ranks without the head, nothing repeated."""
+        """Seconds of the slowest rank without the head, without recompute."""
         others = max(counts[:-1], default=0)
         return self._setting.micro_batches * others * self._layer_s
 
     def of(self, cut: tuple[int, ...], counts: list[int], chosen: Sequence[tuple[int, int]]) -> float:
-        """Of a cut with its recompute."""
+        """Seconds of a cut with its recompute."""
         setting, bound_s, passed_s = self._setting, 0.0, 0.0
         last = len(counts) - 1
         for rank, (count, (selective, full)) in enumerate(zip(counts, chosen, strict=True)):

@@ -188,7 +188,7 @@ def _interleaves(model: ModelShape, pp: int, micro_batches: int) -> list[int]:
 
 
 def cuts(layers: int, pieces: int) -> Iterator[tuple[int, ...]]:
-    """Layer counts of the chunks: the last one (it also has the head) from the fullest of an even cut downwards."""
+    """Layer counts of the chunks; the last one, which also has the head, from the even share (rounded up) down."""
     if pieces == 1:
         yield (layers,)
         return
@@ -290,7 +290,7 @@ class CostTable:
         )
 
     def state_s(self, setting: Setting, held: float, layers: int) -> float:
-        """Exchange, optimizer and offload of a rank that holds ``held`` parameters, all hidden that may be."""
+        """Exchange, optimizer and offload of a rank that holds ``held`` parameters, overlapped where possible."""
         kind = StatePlacement(
             ranks=setting.dp * setting.cp,
             tp=setting.tp,
@@ -343,7 +343,7 @@ class CostTable:
         return made[0], made[few // 2], made[-1]
 
     def least_bytes(self, setting: Setting) -> float:
-        """Bytes of the most layers that some rank holds whatever the cut, all repeated, one micro-batch alive."""
+        """Least bytes of the fullest rank under any cut: full recompute, one micro-batch in flight."""
         kind = layer_of(setting, recompute="full")
         kept = activation_bytes_per_layer(self._model, kind, setting.micro_batch, self._dtype.param) / setting.cp
         return -(-self._model.layers // setting.pp) * (self.layer_bytes(setting) + kept)

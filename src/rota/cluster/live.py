@@ -580,12 +580,12 @@ class Scheduler:
 
     def _decide(self, now: float, broken: Sequence[str]) -> SchedulingOutcome:
         suspects = dict(self._suspects)
-        for row in overdrawn(self.state):
+        for row in (avoid := overdrawn(self.state)):
             suspects |= self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
         events = self._ends_of_never_satisfied()
         events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
         with self.state.txn():  # undone: the log carries the decisions out
-            decisions, refused = guarded(self.state, self.profile, now)
+            decisions, refused = guarded(self.state, self.profile, now, avoid)
         wake = [one.at for one in decisions if isinstance(one, WakeAt)]
         decided = {one.job for one in decisions if not isinstance(one, WakeAt)}
         again = ((row, self.state.jobs[row].wait) for row in self._back if row not in decided and self._back_of(row))

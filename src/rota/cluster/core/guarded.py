@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,10 +25,12 @@ PASSES_MAX = 200
 """Passes of one decision: a policy that fails at every job costs no more than these."""
 
 
-def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
+def guarded(
+    state: State, profile: Profile, now: float, avoid: Iterable[int] = ()
+) -> tuple[list[Decision], dict[JobId, str]]:
     """What should happen now, which is carried out in the state, and the jobs that are left out of it, with why.
 
-    Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start
+    Nothing new goes to the nodes to ``avoid``. Left out are jobs at which the pass fails, or which it would start
     on what is not free; the pass is made again without them. Raises what fails at no job, or in ``PASSES_MAX`` passes.
     A caller for whom a log carries decisions out calls this in a transaction that is undone.
     """
@@ -36,7 +38,7 @@ def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision],
     if nothing_waits(state, profile):
         return [], refused
     with state.txn() as txn:
-        for row in overdrawn(state):
+        for row in avoid:
             state.mark(txn, state.nodes[row].id, Health.SUSPECT)
         for _ in range(PASSES_MAX):
             before = txn.changes
@@ -79,8 +81,6 @@ def without_refused(state: State) -> Generator[None]:
 
 def overdrawn(state: State) -> list[int]:
     """Nodes of which more is given than there is, cores and bytes of those that shrank under their jobs aside."""
-    if all(np.minimum.reduce(array, initial=0) == 0 for array in (state.cpu, state.mem, state.dev_milli)):
-        return []
     short = set(np.flatnonzero((state.cpu < 0) | (state.mem < 0)).tolist()) - state.shrunk
     return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short})
 

@@ -230,7 +230,7 @@ def gandiva(round_s: float = ROUND_S) -> Profile:
 
 
 def gandiva_pack(round_s: float = ROUND_S) -> Profile:
-    """The same; in simulations two jobs have the same devices while both together gain by it."""
+    """The same; a simulation also gives two jobs the same devices while both together gain by it."""
     return replace(gandiva(round_s), name="gandiva-pack")
 
 

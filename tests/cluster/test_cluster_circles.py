@@ -19,6 +19,7 @@ from rota.cluster.core.profile import Decision, Placer, Preempt, Profile, Victim
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
+from rota.cluster.core.verdicts import Learned
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim import simulate
 from rota.cluster.sim.sharing import with_sharing
@@ -44,8 +45,8 @@ class Watch:
         self.moment: object = None
         self._guarded, self._stops = simulate.guarded, set[Stop]()
 
-    def guarded(self, state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
-        decisions, refused = self._guarded(state, profile, now)
+    def guarded(self, state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str], Learned]:
+        decisions, refused, learned = self._guarded(state, profile, now)
         moment = (frozenset(state.jobs), now // profile.round_s if profile.round_s else 0)
         if moment != self.moment:
             self.moment, self._stops = moment, set[Stop]()
@@ -57,7 +58,7 @@ class Watch:
             assert not new <= self._stops, f"at {now} stopped twice for one job: {new}"
             self._stops |= new
         assert not find_circle(self._stops), f"at {now} stopped in a circle: {self._stops}"
-        return decisions, refused
+        return decisions, refused, learned
 
 
 def find_circle(stops: set[Stop]) -> set[Stop]:

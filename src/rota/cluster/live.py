@@ -585,7 +585,8 @@ class Scheduler:
         events = self._ends_of_never_satisfied()
         events += ((job, PreemptAsked(reason=Reason.NODE_LOST, grace_s=0.0)) for job in self._misplaced)
         with self.state.txn():  # undone: the log carries the decisions out
-            decisions, refused = guarded(self.state, self.profile, now, avoid)
+            decisions, refused, learned = guarded(self.state, self.profile, now, avoid)
+        self.state.memory.take_in(learned)
         wake = [one.at for one in decisions if isinstance(one, WakeAt)]
         decided = {one.job for one in decisions if not isinstance(one, WakeAt)}
         again = ((row, self.state.jobs[row].wait) for row in self._back if row not in decided and self._back_of(row))

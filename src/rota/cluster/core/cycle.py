@@ -45,6 +45,7 @@ from rota.cluster.core.promises import UNCOVERED, promise_level
 from rota.cluster.core.queue_order import FOR_ONE_JOB, PASSED_BY, NextJob, RememberedRefusal, TryOrder
 from rota.cluster.core.state import LOST, State, entry_of
 from rota.cluster.core.txn import Txn
+from rota.cluster.core.verdicts import Learned
 from rota.spec.errors import nearest
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -54,14 +55,15 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
     """Fold an event, decide, and carry the decisions out in the state."""
     apply(state, event, now)
     with state.txn() as txn:
-        decisions = carried_out(state, txn, profile, now)
+        decisions, learned = carried_out(state, txn, profile, now)
         txn.keep()
+    state.memory.take_in(learned)
     note_decisions(state, decisions, now)
     return decisions
 
 
-def carried_out(state: State, txn: Txn, profile: Profile, now: float) -> list[Decision]:
-    """What should happen now; the state is afterwards, in this transaction, as these decisions make it.
+def carried_out(state: State, txn: Txn, profile: Profile, now: float) -> tuple[list[Decision], Learned]:
+    """What should happen now, and what the pass has learned; in this transaction the state is as it decides.
 
     What a pass tried is what its decisions do, so it stays. One that also claims devices that are still held is undone,
     and its decisions are folded.
@@ -74,15 +76,7 @@ def carried_out(state: State, txn: Txn, profile: Profile, now: float) -> list[De
         txn.undo(before)
         for event in events_of(decisions):
             fold(state, txn, event, now)
-    return decisions
-
-
-def nothing_waits(state: State, profile: Profile) -> bool:
-    """Whether a pass would decide nothing, which counts as one."""
-    if state.lines or profile.sharing is not None:
-        return False
-    state.memory.pass_ended(cut_short=False)
-    return True
+    return decisions, walk.learned
 
 
 def note_decisions(state: State, decisions: Sequence[Decision], now: float) -> None:
@@ -111,15 +105,21 @@ def events_of(decisions: Sequence[Decision]) -> Iterator[Event]:
                 pass
 
 
-def decide(state: State, profile: Profile, now: float, until: JobId | None = None) -> list[Decision]:
-    """What should happen now; with ``until`` no further than what it says of that job.
+def decide(state: State, profile: Profile, now: float) -> list[Decision]:
+    """What should happen now; the caller that carries a decision out applies its event."""
+    return tried(state, profile, now)[0]
 
-    The state stays as it was: the caller that carries a decision out applies its event.
+
+def tried(state: State, profile: Profile, now: float, until: JobId | None = None) -> tuple[list[Decision], Learned]:
+    """What should happen now, and what the pass has learned; with ``until`` no further than what it says of that job.
+
+    The state stays as it was, and so does its memory: two passes of one state decide alike.
     """
     if profile.prepare is not None:
         profile.prepare(state)
     with state.txn() as txn:
-        return _Pass(state, txn, profile, now, until).run()
+        walk = _Pass(state, txn, profile, now, until)
+        return walk.run(), walk.learned
 
 
 BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_MEMORY})
@@ -160,6 +160,7 @@ class _Pass:
         self.overtaken = set[JobId]()
         self.held_back: dict[JobId, HeldBack] = {}
         self.age_bound = AgeBound(state, txn, profile, now, self._excluding)
+        self.learned = Learned(state.memory)
         self.tries_max = state.memory.tries_max(profile.candidates_max)
 
     def run(self) -> list[Decision]:
@@ -210,7 +211,7 @@ class _Pass:
         if self.sharing is not None and not self.state.lines:
             self._resize(self.sharing.lend(self.state, self.txn, self.profile.placer))
         # 5. wake up when time alone will change something, or to try more, until all were tried
-        self.state.memory.pass_ended(cut_short=self.cut_short, stopped_some=self.sets > 0)
+        self.learned.cut_short, self.learned.stopped_some = self.cut_short, self.sets > 0
         if self.cut_short:
             self.wake.append(self.now)
         if (round_s := self.profile.round_s) and (self.shared or self._some_wait_beside_others()):
@@ -225,7 +226,7 @@ class _Pass:
         """After a start: the promised jobs for which nothing was stopped, as another would have started before them."""
         for turn, key in overtaken:
             self.verdicts.pop(key, None)
-            self.state.memory.forget_vain(turn.job)
+            self.learned.vain[turn.job] = -1
             turns.again(turn)
         overtaken.clear()
         self.overtaken.clear()
@@ -274,7 +275,7 @@ class _Pass:
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
             local = self.profile.local and not row.ask.opportunistic
-            known = self.state.memory.recall(self._beside_spares(), key, local=local)
+            known = self.learned.recall(self._beside_spares(), key, local=local)
             wait = None if known is None else RememberedRefusal(known)
             if wait is None:
                 self.tried += 1
@@ -287,7 +288,7 @@ class _Pass:
                     and self.profile.block != "reserve"
                     and not (local and wait.reason in BEYOND_QUEUE)
                 ):
-                    self.state.memory.learn(self._beside_spares(), key, wait.reason, local=local)
+                    self.learned.learn(self._beside_spares(), key, wait.reason, local=local)
             if wait is not None and self._holds_up(wait):
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
         if wait is not None:
@@ -378,7 +379,7 @@ class _Pass:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
-        return self.full.get(key) or self.state.memory.recall(f"full {self._beside_spares()}", key, local=False)
+        return self.full.get(key) or self.learned.recall(f"full {self._beside_spares()}", key, local=False)
 
     def _learn_full(self, key: LineKey, row: LiveJob) -> Wait | RememberedRefusal:
         if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
@@ -389,7 +390,7 @@ class _Pass:
         if self.profile.block == "reserve":
             self.full[key] = wait.reason
             if self.profile.remember and not self.tentative:
-                self.state.memory.learn(f"full {self._beside_spares()}", key, wait.reason, local=False)
+                self.learned.learn(f"full {self._beside_spares()}", key, wait.reason, local=False)
         return wait
 
     def _place(self, row: LiveJob) -> Allocations | None:
@@ -455,7 +456,7 @@ class _Pass:
         claims = claims and self.tentative.given_back(stopping) >= row.ask.shape.gpu_milli
         if victims is not profile.victims:
             self.wake.append(self.now)
-        if victims is not None and self.until is None and self.state.memory.is_vain(row.ask.id, self.state.happened):
+        if victims is not None and self.until is None and self.learned.is_vain(row.ask.id, self.state.happened):
             victims = None
         if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
             victims = None
@@ -476,13 +477,13 @@ class _Pass:
         found = held_back(self.state, row, others, profile.round_s, self.now) if others else HeldBack()
         self.held_back[row.ask.id] = found
         if victims is not None and self.until is None:
-            self.state.memory.learn_held_back(row.ask.id, others if found.jobs else [])
+            self.learned.held_back[row.ask.id] = others if found.jobs else []
         if not chosen or found.jobs or not self._would_start(row, stopping, chosen):
             if chosen and profile.promises and self._is_covered(row.ask.id):
                 self.overtaken.add(row.ask.id)
             if victims is not None and self.until is None:
                 self.vain += 1
-                self.state.memory.learn_vain(row.ask.id, self.state.happened)
+                self.learned.vain[row.ask.id] = self.state.happened
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
@@ -527,7 +528,7 @@ class _Pass:
                 fold(self.state, self.txn, JobPaused(job=job, paused=True), self.now)
             profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
-            then.spares, then.joins = self.spares, False
+            then.spares, then.joins, then.learned = self.spares, False, self.learned
             instead = [one.job for one in then.run() if isinstance(one, Admit)]
             if self.state.jobs[row.ask.id].held:
                 return True
@@ -541,7 +542,7 @@ class _Pass:
 
         Of two such jobs each may come first once the victims of the other are gone; then neither would ever start.
         """
-        vain = job in self.overtaken or self.state.memory.is_vain(job, self.state.happened)
+        vain = job in self.overtaken or self.learned.is_vain(job, self.state.happened)
         return vain and self.state.jobs[job].phase == "queued" and self._is_covered(job)
 
     def _claim(self, row: LiveJob, stopping: list[JobId], held: Allocations) -> Wait:

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 
 from rota.cluster.core.admission import RequestChange, Tally, amount, sick_nodes, smaller, tally
 from rota.cluster.core.capacity import GPU
-from rota.cluster.core.cycle import decide
+from rota.cluster.core.cycle import tried
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, LiveJob, Shape, Wait
 from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn
@@ -147,7 +147,8 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
         # Without a reason yet, the job gets the verdict of its line even when an equal job is before it.
         state.put(txn, LiveJob(ask=ask))
         unbounded = replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000, vain_max=1_000_000)
-        decisions = decide(state, unbounded, now, until=ask.id)
+        decisions, learned = tried(state, unbounded, now, until=ask.id)
+    state.memory.take_in(learned)  # that of the explanation: its next pass knows who does not fit
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()
     wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)

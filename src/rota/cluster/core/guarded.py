@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.capacity import Vector
-from rota.cluster.core.cycle import carried_out, nothing_waits
+from rota.cluster.core.cycle import carried_out
 from rota.cluster.core.events import JobPaused, ReasonGiven, fold
 from rota.cluster.core.jobs import Allocation, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, Resize, WaitOn
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
+from rota.cluster.core.verdicts import Learned
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
@@ -27,30 +28,31 @@ PASSES_MAX = 200
 
 def guarded(
     state: State, profile: Profile, now: float, avoid: Iterable[int] = ()
-) -> tuple[list[Decision], dict[JobId, str]]:
-    """What should happen now, which is carried out in the state, and the jobs that are left out of it, with why.
+) -> tuple[list[Decision], dict[JobId, str], Learned]:
+    """What should happen now, which is carried out in the state; jobs that are left out, with why; what was learned.
 
     Nothing new goes to the nodes to ``avoid``. Left out are jobs at which the pass fails, or which it would start
     on what is not free; the pass is made again without them. Raises what fails at no job, or in ``PASSES_MAX`` passes.
-    A caller for whom a log carries decisions out calls this in a transaction that is undone.
+    A caller for whom a log carries decisions out calls this in a transaction that is undone. One that decides again
+    lets ``state.memory`` take in what was learned.
     """
     refused: dict[JobId, str] = {}
-    if nothing_waits(state, profile):
-        return [], refused
+    if not state.lines and profile.sharing is None:
+        return [], refused, Learned(state.memory)
     with state.txn() as txn:
         for row in avoid:
             state.mark(txn, state.nodes[row].id, Health.SUSPECT)
         for _ in range(PASSES_MAX):
             before = txn.changes
             try:
-                decisions, wrong = carried_out(state, txn, profile, now), None
+                (decisions, learned), wrong = carried_out(state, txn, profile, now), None
             except InvariantBroken as error:
                 if error.job is None:
                     raise
-                decisions, wrong = [], {error.job: error.text}
+                (decisions, learned), wrong = ([], Learned(state.memory)), {error.job: error.text}
             if wrong is None and not any(isinstance(one, Admit) and _not_free(state, one) for one in decisions):
                 txn.keep()
-                return [*decisions, *_give_reasons(state, txn, refused, now)], refused
+                return [*decisions, *_give_reasons(state, txn, refused, now)], refused, learned
             txn.undo(before)
             refused |= wrong or refusals(state, decisions)
             for job in refused:

@@ -223,15 +223,15 @@ class State:
             self.memory = memory
 
     def digest(self) -> str:
-        """A hash of what is given and of the jobs; kept verdicts, limits of queues and pairs undone are not in it."""
+        """A hash of all that decisions follow from, but for what passes have learned (``memory``)."""
         h = hashlib.sha256()
-        for array in self.arrays:
+        for array in (*self.arrays, self.queues.limit, self.queues.user_limit):
             h.update(array.tobytes())
         for job in sorted(self.jobs):
             h.update(repr(self.jobs[job]).encode())
         parts = {job: sorted(parts) for job, parts in self.parts.items() if parts}
         by_user = {key: used.tolist() for key, used in self.used_by.items() if used.any()}
-        for mapping in (self.data, self.taken, parts, by_user, self.stopped_for):
+        for mapping in (self.data, self.taken, parts, by_user, self.stopped_for, self.undone):
             h.update(repr(sorted(mapping.items())).encode())
         return h.hexdigest()[:16]
 

@@ -361,7 +361,8 @@ class Simulation:
             events.apply(self.state, events.JobMeasured(job=job, rate=rate), self.now)
         self.measured.clear()
         began = self.clock.monotonic_s()
-        decisions, refused = guarded(self.state, self.profile, self.now)
+        decisions, refused, learned = guarded(self.state, self.profile, self.now)
+        self.state.memory.take_in(learned)
         cycle.note_decisions(self.state, decisions, self.now)
         self.result.decision_s.append(self.clock.monotonic_s() - began)
         self.result.decisions += 1

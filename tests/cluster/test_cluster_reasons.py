@@ -11,7 +11,7 @@ from cluster_makers import ask, node, shape, slot, state
 from test_cluster_live import spec, with_nodes
 
 from rota.cluster.core.capacity import OverLimit, QueueTable
-from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.cycle import decide, step, tried
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, StopRequested, Tick, apply
 from rota.cluster.core.explain import explain
 from rota.cluster.core.jobs import JobAsk, LiveJob
@@ -113,7 +113,7 @@ def test_a_pass_up_to_a_job_says_of_it_what_the_whole_pass_says(name: str) -> No
         asked = replace(drawn, est_s=rng.choice((5.0, 50.0)), user=rng.choice("uv"))
         with s.txn() as txn:
             s.put(txn, LiveJob(ask=asked))
-            whole, part = decide(s, profile, float(at)), decide(s, profile, float(at), asked.id)
+            whole, part = decide(s, profile, float(at)), tried(s, profile, float(at), asked.id)[0]
         for each in (whole, part):
             each[:] = [one for one in each if asked.id in (getattr(one, "job", ""), getattr(one, "for_job", ""))]
         assert part == whole

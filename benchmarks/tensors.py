@@ -319,7 +319,7 @@ def bench_restore(plane: Any, rounds: int) -> dict[str, Any]:
 
 
 def bench_recover(rounds: int) -> dict[str, Any]:
-    """The registry killed under 1,000 names and 200 leases: from the kill to its first answer; reads do not wait for it."""
+    """The registry killed under 1,000 names and 200 leases: from the kill to its first answer (reads need none)."""
     timed = Rounds(rounds)
     home = Path(tempfile.mkdtemp(prefix="rb"))
     with rota.tensors.connect(home=home) as plane:

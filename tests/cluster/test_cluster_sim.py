@@ -12,16 +12,17 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.events import JobArrived
+from rota.cluster.core.events import JobArrived, apply
+from rota.cluster.core.guarded import guarded
 from rota.cluster.core.jobs import Allocations, LiveJob
 from rota.cluster.core.profile import Placer
-from rota.cluster.core.state import State
+from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.cluster.sim.report import means, waits
 from rota.cluster.sim.runs import SimInput, compare, lines_of, load, run_sim, simulate
-from rota.cluster.sim.sharing import with_sharing
+from rota.cluster.sim.sharing import LendAndPack, with_sharing
 from rota.cluster.sim.simulate import Overheads, SimJob, Simulation
 from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.clock import SystemClock
@@ -252,15 +253,31 @@ def test_a_simulation_leaves_out_the_jobs_at_which_a_policy_fails_as_a_service_d
     profile = get_profile("fifo")
     jobs = [
         SimJob(ask=ask(name, slot(2), at=float(at)), submit_s=float(at), work_s=9.0)
-        for at, name in enumerate(("first", "raises", "twice", "last"))
+        for at, name in enumerate(("raises", "first", "twice", "last"))
     ]
     result = Simulation(
         state(node("n", 4)), replace(profile, placer=FailsAt(profile.placer)), jobs, SystemClock()
     ).run()
     ended = {job: run.end_s for job, run in result.runs.items()}
-    assert ended == {"first": 9.0, "raises": None, "twice": 21.0, "last": 12.0} and result.violations > 0
+    assert ended == {"raises": None, "first": 10.0, "twice": 21.0, "last": 12.0}
+    assert result.violations == 2, "one for each job that was left out, however many decisions there were"
     why = result.runs[JobId("raises")].why
     assert why is not None and why.reason is Reason.INTERNAL and "ZeroDivisionError" in why.text
+
+
+def test_a_pass_that_gives_one_thing_twice_without_a_wrong_start_ends_the_decision_and_shows_it() -> None:
+    """A policy that lends a running job what it starts another on: leaving out jobs would not help."""
+    s, profile = state(node("n", 4)), get_profile("gandiva")
+    step(s, JobArrived(ask=replace(ask("lent", slot(2)), slots_max=2)), profile, 0.0)
+    apply(s, JobArrived(ask=ask("starts", slot(2))), 1.0)
+
+    class LendsTwice(LendAndPack):
+        def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, Allocations]:
+            lent, starts = (state.jobs[JobId(job)].held for job in ("lent", "starts"))
+            return {JobId("lent"): lent + starts} if starts else {}
+
+    with pytest.raises(InvariantBroken, match=r"no start is wrong by itself.*Admit.*Resize"):
+        guarded(s, replace(profile, sharing=LendsTwice(60.0)), 2.0)
 
 
 def test_drawings_show_what_the_run_did(tmp_path: Path) -> None:

@@ -100,15 +100,24 @@ class Played:
 
 
 def in_turn(
-    actor_s: float, rollout_s: float, rest_s: float = 0.1, *, shared: tuple[float, float] = (0.0, 0.0)
+    actor_s: float,
+    rollout_s: float,
+    rest_s: float = 0.1,
+    *,
+    shared: tuple[float, float] = (0.0, 0.0),
+    hidden: tuple[float, float] = (0.0, 0.0),
 ) -> Truth:
-    """The loop waits for the rollouts, then for the actor; further members do not shorten the part ``shared`` of it."""
+    """The loop waits for the rollouts, then for the actor; further members do not shorten the part ``shared`` of it.
 
-    def part(seconds: float, n: int, shared: float) -> float:
-        return seconds * (shared + (1 - shared) / n)
+    It does other work meanwhile: of each it does not wait for ``hidden`` seconds.
+    """
+
+    def wait_s(seconds: float, n: int, shared: float, hidden: float) -> float:
+        return max(0.0, seconds * (shared + (1 - shared) / n) - hidden)
 
     def truth(split: Split) -> tuple[float, Mapping[str, float]]:
-        waited = {"actor": part(actor_s, split[0], shared[0]), "rollout": part(rollout_s, split[1], shared[1])}
+        roles = zip(("actor", "rollout"), (actor_s, rollout_s), split, shared, hidden, strict=True)
+        waited = {role: wait_s(*numbers) for role, *numbers in roles}
         return rest_s + sum(waited.values()), waited
 
     return truth
@@ -181,12 +190,14 @@ def test_a_split_that_is_slower_than_its_estimate_is_left_and_not_taken_again() 
 
 
 def test_the_split_that_is_found_is_the_fastest_that_wastes_nothing_but_for_the_gain_that_a_move_needs() -> None:
-    """Members help by their number, less, or not at all, each role by itself; no estimate knows which."""
+    """Members help by their number, less, or not at all, and may be hidden; no estimate knows which."""
     rng = random.Random(7)
-    for case in range(30):
+    for case in range(60):
         seconds = [rng.uniform(0.2, 20) for _ in range(2)]
         actor, rollout = (rng.choice((0.0, 1.0, rng.uniform(0, 1))) for _ in range(2))
-        truth = in_turn(*seconds, rng.uniform(0, 2), shared=(actor, rollout))
+        hides, shares = rng.choice((0.0, rng.uniform(0, 0.5))), rng.choice((0.0, rng.uniform(0, 0.5)))
+        hidden = (seconds[0] * hides, seconds[1] * shares)
+        truth = in_turn(*seconds, rng.uniform(0.2, 2), shared=(actor, rollout), hidden=hidden)
         run = Played(truth, nodes=3, spec=spec_of(most=5))
         run.commit(80)
         total = [(a, r) for a in range(1, 6) for r in range(1, 6) if a + r <= 6]

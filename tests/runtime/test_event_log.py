@@ -19,6 +19,7 @@ from log_contract import LogContract, kept, service, tick
 from sqlalchemy import create_engine, text
 from tests import postgres
 
+from rota.runtime.event_log import sql
 from rota.runtime.event_log.interface import EventLog
 from rota.runtime.event_log.sql import SqlLog, _Mark
 from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
@@ -205,6 +206,24 @@ def test_two_processes_write_at_once_without_a_gap_or_an_error(tmp_path: Path) -
     assert numbers == list(range(1, len(numbers) + 1))
     assert set(told) <= set(numbers)
     log.close()
+
+
+def test_a_lock_that_is_never_given_up_and_a_file_that_is_damaged_under_an_open_log_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "BUSY_TIMEOUT_S", 0.05)
+    log, path = open_log(tmp_path), tmp_path / "rota.db"
+    writer = service(log)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailable, match="locked"):
+            log.append([tick("a")], writer=writer, job=JobId("a-1"))
+        other.execute("ROLLBACK")
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.write(b"x" * 200)
+    with pytest.raises(StoreCorrupt, match="not a database"):
+        log.append([tick("b")], writer=writer, job=JobId("a-1"))
 
 
 @pytest.mark.slow

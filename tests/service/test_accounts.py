@@ -259,7 +259,6 @@ def test_who_may_not_submit_learns_of_no_file_and_has_nothing_searched(
     with_service(tmp_path, test)
 
 
-@pytest.mark.slow
 def test_nothing_of_another_tenant_is_in_any_answer(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         own = "name: lion\nqueue: research/rl\nroles: {main: {run: [echo], replicas: 2, resources: {gpus: 4}}}\n"

@@ -8,6 +8,7 @@ import pytest
 
 from rota.service.config import DEFAULT_PORT, load_settings
 from rota.service.process.assembly import check_with_owners
+from rota.service.process.joined import join
 from rota.spec.errors import BadInput
 
 
@@ -121,5 +122,7 @@ def test_the_size_of_a_cache_is_checked_at_start(
     monkeypatch.setenv(variable, "many")
     with pytest.raises(BadInput, match=f"{variable}=many"):
         check_with_owners(load_settings({"home": str(tmp_path)}, {}))
+    with pytest.raises(BadInput, match=f"{variable}=many"):
+        join(load_settings({"home": str(tmp_path)}, {}), "127.0.0.1:9", token="rota_x")
     monkeypatch.setenv(variable, "500GiB")
     check_with_owners(load_settings({"home": str(tmp_path)}, {}))

@@ -440,7 +440,6 @@ def test_a_submission_reports_all_names_that_are_missing_at_once_and_one_alone_b
     with_cli(tmp_path, test)
 
 
-@pytest.mark.slow
 def test_a_closed_queue_refuses_jobs_and_a_stopped_one_keeps_them_waiting(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(HELLO)
     tree = "- {path: default}\n- {path: team, state: STATE}\n- {path: team/a}\n"

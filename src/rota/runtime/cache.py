@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rota.runtime import environ, file_locks
 from rota.runtime.undo import undone_if_raised
+from rota.spec.errors import BadInput
 from rota.spec.resources import parse_size
 
 SHARE = 0.2
@@ -31,6 +32,15 @@ def limit_of(setting: str, folder: Path) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ValueError(f"{setting}={text}: {error}") from None
+
+
+def check_limits(folder: Path, *settings: str) -> None:
+    """Raises BadInput when a limit of a cache does not parse as a size."""
+    for setting in settings:
+        try:
+            limit_of(setting, folder)
+        except ValueError as error:
+            raise BadInput(str(error), hint=f"set {setting} to a size, for example 500GiB, or unset it") from None
 
 
 def print_folder(make: Callable[[], Path], *failures: type[Exception]) -> int:

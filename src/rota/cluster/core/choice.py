@@ -185,7 +185,8 @@ def ranked(
     """
     able = [one for one in choices[1:] if amount_of(one.shape) <= share]
     if objective == "finish":
-        able = [one for one in able if not wastes(one, choices)]
+        had = (choices[0], *able)
+        able = [one for one in able if not wastes(one, had)]
 
     typed = any(sizes_of(one) == sizes_of(choices[0]) for one in choices[1:])
 
@@ -298,8 +299,8 @@ def better_split(state: State, profile: Profile, job: JobId, now: float) -> Choi
     """The split for which a running job should start anew, from its last commit; None: the present one stays.
 
     It is the one that the job would start with on what is free and what it holds, if that saves more until its end than
-    the job took from its devices to its first commit, and no other job waits. A split is taken for as fast as the
-    waits for its roles promise until it was tried.
+    the job took from its devices to its first commit, and no other job waits. ``splits`` says for how fast a split is
+    taken that was not tried.
     """
     row = timed(state.jobs[job], now)
     speeds = row.speeds

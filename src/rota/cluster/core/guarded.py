@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import carried_out
 from rota.cluster.core.events import JobPaused, ReasonGiven, fold
-from rota.cluster.core.jobs import Allocation, Wait
+from rota.cluster.core.jobs import Allocation, Allocations, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, Resize, WaitOn
 from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
@@ -54,7 +54,10 @@ def guarded(
                 txn.keep()
                 return [*decisions, *_give_reasons(state, txn, refused, now)], refused, learned
             txn.undo(before)
-            refused |= wrong or refusals(state, decisions)
+            wrong = wrong or refusals(state, decisions)
+            if not wrong.keys() - refused.keys():
+                raise state.broken(f"decisions give what is not free, and no start is wrong by itself: {decisions}")
+            refused |= wrong
             for job in refused:
                 fold(state, txn, JobPaused(job=job, paused=True), now)
     raise state.broken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
@@ -92,16 +95,18 @@ def refusals(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
 
     This looks at the devices alone: it shares nothing with the policies, which may be what is wrong.
     """
-    found: dict[JobId, str] = {}
+    found, has = dict[JobId, str](), dict[JobId, Allocations]()
     with state.txn() as txn:
         for one in decisions:
-            if isinstance(one, Resize):
-                state.resize(txn, one.job, one.held)
-            elif isinstance(one, Admit):
-                for slot in one.held:
-                    state.take(txn, slot, 1)
-                if why := _not_free(state, one):
-                    found[one.job] = why
+            if not isinstance(one, Admit | Resize):
+                continue
+            for slot in has.get(one.job, state.jobs[one.job].held):
+                state.take(txn, slot, -1)
+            for slot in one.held:
+                state.take(txn, slot, 1)
+            has[one.job] = one.held
+            if isinstance(one, Admit) and (why := _not_free(state, one)):
+                found[one.job] = why
     return found
 
 

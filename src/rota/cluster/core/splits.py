@@ -21,6 +21,8 @@ WINDOW = 8
 """Commits with one split after which it counts as measured; the latest of that number are kept."""
 GAIN_MIN = 0.05
 """Part of its step by which another split must be faster (less is noise), and of what is left that a trial may cost."""
+HIDDEN_S = 1e-4
+"""Least wait for a role: one whose calls are hidden behind others has a size that was tried, too."""
 HORIZON_S = 3600.0
 """How long a job without an estimate is taken to run on."""
 
@@ -54,10 +56,10 @@ def _scaled(new: Speeds) -> Speeds:
         return new
     sizes, waits, scales = dict(new.before[0]), _waits(new), dict(new.scales)
     for role, n in new.sizes:
-        was_s, now_s = new.before[1].get(role, 0.0), waits.get(role, 0.0)
-        if sizes.get(role, n) != n and was_s > 0 and now_s > 0:
-            scales[role, n] = _scale(new, role, sizes[role]) * now_s / was_s
-            scales.setdefault((role, sizes[role]), 1 / sizes[role])
+        was_s, now_s = new.before[1].get(role, HIDDEN_S), waits[role]
+        if sizes.get(role, n) != n:
+            scale = scales.setdefault((role, sizes[role]), _scale(new, role, sizes[role]))
+            scales[role, n] = scale * now_s / was_s
     return new._replace(scales=scales, before=None)
 
 
@@ -88,8 +90,9 @@ def _scale(speeds: Speeds, role: str, n: int) -> float:
 
 
 def _waits(speeds: Speeds) -> dict[str, float]:
-    roles = {role for _, waited in speeds.commits for role in waited}
-    return {role: median(waited.get(role, 0.0) for _, waited in speeds.commits) for role in roles}
+    return {
+        role: max(HIDDEN_S, median(waited.get(role, 0.0) for _, waited in speeds.commits)) for role, _ in speeds.sizes
+    }
 
 
 def step_of(speeds: Speeds, sizes: Sizes) -> float:
@@ -100,7 +103,7 @@ def step_of(speeds: Speeds, sizes: Sizes) -> float:
 def _step(speeds: Speeds, scales: Mapping[str, float]) -> float:
     step_s, waits, now = median(seconds for seconds, _ in speeds.commits), _waits(speeds), dict(speeds.sizes)
     part = min(1.0, step_s / max(sum(waits.values()), 1e-9))
-    times = ((waits.get(role, 0.0), scale / _scale(speeds, role, now[role])) for role, scale in scales.items())
+    times = ((waits[role], scale / _scale(speeds, role, now[role])) for role, scale in scales.items())
     return step_s + part * sum(seconds * (ratio - 1) for seconds, ratio in times)
 
 

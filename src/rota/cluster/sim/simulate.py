@@ -26,6 +26,7 @@ from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
+from rota.spec.user_code import UserCode
 
 PASSES_MAX = 10_000
 """Passes at one instant; more of them mean that decisions undo each other for ever."""
@@ -141,6 +142,7 @@ class Simulation:
         self._dependents: dict[JobId, list[JobId]] = {}
         self._empty: State | None = None
         self._never: dict[LineKey, Wait | None] = {}
+        self._left_out = set[JobId]()
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
         usable = state.usable[state.dev_node] & (state.dev_health == 0)  # also those that jobs have now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(usable.sum()))
@@ -267,7 +269,8 @@ class Simulation:
         if key not in self._never:
             if self._empty is None:
                 self._empty = State(self.state.nodes, self.state.queues.rows)
-            with self._empty.txn() as txn:
+            wait = None
+            with UserCode() as policy, self._empty.txn() as txn:  # of one that fails the decision says so
                 self._empty.put(txn, row)
                 wait = self.profile.division.verdict(self._empty, row)
                 if wait is None and self.profile.placer.place(self._empty, txn, row) is None:
@@ -276,7 +279,7 @@ class Simulation:
                         f"{short.text}." if short else f"The empty cluster has no place for it ({self.profile.name})."
                     )
                     wait = Wait(reason=short.reason if short else Reason.TOO_LARGE, text=text)
-            self._never[key] = wait
+            self._never[key] = None if policy.failed else wait
         return self._never[key]
 
     def _end(self, job: JobId) -> None:
@@ -366,7 +369,8 @@ class Simulation:
         cycle.note_decisions(self.state, decisions, self.now)
         self.result.decision_s.append(self.clock.monotonic_s() - began)
         self.result.decisions += 1
-        self.result.violations += len(refused)
+        self.result.violations += len(refused.keys() - self._left_out)
+        self._left_out |= refused.keys()
         for decision in decisions:
             match decision:
                 case Admit(job=job) if job not in self.runs:

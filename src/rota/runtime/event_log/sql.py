@@ -174,14 +174,13 @@ def _begin_sqlite(connection: Connection) -> None:
     if not connection.get_execution_options().get("rota_write"):
         connection.exec_driver_sql("BEGIN")
         return
-    raw, until_s = (
-        cast("sqlite3.Connection", connection.connection.driver_connection),
-        time.monotonic() + BUSY_TIMEOUT_S,
-    )
+    raw = cast("sqlite3.Connection", connection.connection.driver_connection)
+    until_s = time.monotonic() + BUSY_TIMEOUT_S
     raw.execute(f"PRAGMA busy_timeout = {_LOOKS_MS}")
     try:
-        while not _begun(raw) and time.monotonic() < until_s:
-            pass
+        with contextlib.suppress(sqlite3.Error):  # it fails again below, as an error of SQLAlchemy
+            while not _begun(raw) and time.monotonic() < until_s:
+                pass
         if not raw.in_transaction:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
     finally:

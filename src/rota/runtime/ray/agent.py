@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -31,9 +31,6 @@ from rota.runtime.job_files import (
 )
 from rota.runtime.ray.engine import host_selector
 from rota.spec.errors import EngineUnavailable, RotaError
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from rota.service.rest.deps import AppState, Restored, append_live
 from rota.service.rest.machine_names import MachineNames
 from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
-from rota.spec.errors import BadInput, Conflict, UnknownName
+from rota.spec.errors import Conflict, UnknownName
 from rota.spec.events import DowntimePassed, Event, NodeJoined, NodeLost, PreemptAsked, Record, ServiceStarted
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
@@ -60,11 +60,7 @@ def check_with_owners(settings: Settings) -> None:
         get_profile(settings.profile)
     except UnknownName as error:
         raise settings.wrong("profile", f"cannot be used: {error.message}", error.hint) from None
-    for variable in (data_cache.LIMIT, image.LIMIT):
-        try:
-            cache.limit_of(variable, settings.root)
-        except ValueError as error:
-            raise BadInput(str(error), hint=f"set {variable} to a size, for example 500GiB, or unset it") from None
+    cache.check_limits(settings.root, data_cache.LIMIT, image.LIMIT)
 
 
 def open_store(settings: Settings) -> SqlLog:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TypedDict
 from urllib.parse import urlsplit
 
-from rota.runtime import environ, file_locks, process
+from rota.runtime import cache, data_cache, environ, file_locks, image, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.devices import FAMILIES_VARIABLE, GPUS_MAX_VARIABLE, local_devices
 from rota.runtime.environ import Home
@@ -188,6 +188,7 @@ def join(
     environ.export(FAMILIES_VARIABLE, settings.device_families)
     wanted = _membership(settings, address, token, name, cpus, gpus, labels, at)
     home = Home.of(settings.home).make()
+    cache.check_limits(home.root, data_cache.LIMIT, image.LIMIT)
     files = MachineFiles(home)
     with file_locks.locked(home.run / f"join-{process.machine_id()}.lock"):
         _check_free(home, files, wanted)
@@ -399,12 +400,12 @@ class JoinAgent:
         """Since when service and engine refuse connections."""
         self._status: MachineStatus = {"state": "", "text": "", "engine": ""}
 
-    def _end(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         self._stopping.set()
 
     def run(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._end)
+            signal.signal(signum, self._on_signal)
         process.become_subreaper()
         while not self._stopping.is_set():
             with Client(self._member.url, self._member.token, timeout_s=ASK_TIMEOUT_S) as client:

@@ -127,14 +127,16 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     beside += _begun(idle=tasks.watch_idle(app), snapshot=tasks.keep_snapshot(app, snapshot))
     _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
     # 4. until a signal, the removal of the home, or the failure of a part
-    ends = _, removed = _begun(signal=stopping.wait(), home=tasks.wait_removed(app.home, app.clock))
+    told = asyncio.create_task(stopping.wait(), name="signal")
+    removed = asyncio.create_task(tasks.wait_removed(app.home, app.clock), name="home")
     try:
-        await asyncio.wait({*parts, *looking, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*parts, *looking, told, removed}, return_when=asyncio.FIRST_COMPLETED)
         if removed.done():
             _log.error("%s was removed: the service ends", app.home.root)
     finally:
         is_mine = not removed.done()  # else another service may have made the folder again
-        await _end(app, server, parts, [*ends, *beside, *looking])
+        # 5. the forecast under way, then the app, then the loop, then the engine
+        await _end(app, server, parts, [told, removed, *beside, *looking])
         log.close()
         if is_mine:
             app.home.service_record.unlink(missing_ok=True)
@@ -148,7 +150,7 @@ def _begun(**work: Coroutine[None, None, object]) -> _Tasks:
 
 
 async def _end(app: AppState, server: uvicorn.Server, parts: _Tasks, others: _Tasks) -> None:
-    """5. The forecast under way, then the app, then the loop, then the engine."""
+    """End all parts, those last that others use."""
     app.forecasts.close()
     app.ready = False
     server.should_exit = True

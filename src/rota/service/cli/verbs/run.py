@@ -62,7 +62,7 @@ class ChangeFlags:
 
     @property
     def resources(self) -> dict[str, str]:
-        """Those of the one role."""
+        """Resources of the only role of the job, as given by flags."""
         return {"cpus": self.cpus, "gpus": self.gpus, "memory": self.memory}
 
     def sets(self) -> dict[str, str]:

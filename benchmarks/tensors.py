@@ -8,6 +8,7 @@ target each must meet. ``tensors_gpu.py`` measures tensors on devices.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,11 +319,21 @@ def bench_restore(plane: Any, rounds: int) -> dict[str, Any]:
     return {"measures": timed.document(1e3, "ms"), "checks": checks}
 
 
+@contextlib.contextmanager
+def _registry(home: Path) -> Iterator[None]:
+    """Ended with its files, also when a measurement fails."""
+    try:
+        yield
+    finally:
+        rota.tensors.down(home)
+        shutil.rmtree(home, ignore_errors=True)
+
+
 def bench_recover(rounds: int) -> dict[str, Any]:
     """The registry killed under 1,000 names and 200 leases: from the kill to its first answer (reads need none)."""
     timed = Rounds(rounds)
     home = Path(tempfile.mkdtemp(prefix="rb"))
-    with rota.tensors.connect(home=home) as plane:
+    with _registry(home), rota.tensors.connect(home=home) as plane:
         for index in range(1000):
             plane.put(f"x/{index}", np.full(100, index))
         held = [plane.get(f"x/{index}", as_="numpy") for index in range(200)]
@@ -338,8 +349,6 @@ def bench_recover(rounds: int) -> dict[str, Any]:
         assert broken == [], broken
         assert all(view[0] == index for index, view in enumerate(held))
         del held
-    rota.tensors.down(home)
-    shutil.rmtree(home, ignore_errors=True)
     checks = {"recovery of 1,000 names <= 2 s": judge(timed.median("kill to first answer") * 1e3, 2000)}
     return {"measures": timed.document(1e3, "ms"), "checks": checks}
 

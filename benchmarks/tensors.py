@@ -474,7 +474,7 @@ def main() -> int:
     machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 1), "kernel": platform.release()}
     result: dict[str, Any] = {"machine": machine, "python": platform.python_version(), "rounds": asked.rounds}
     try:
-        with rota.tensors.connect(home=home) as plane:
+        with _registry(home), rota.tensors.connect(home=home) as plane:
             if "get" in wanted:
                 result["get"] = bench_get(plane, ray, asked.rounds)
             if "put" in wanted:
@@ -493,8 +493,6 @@ def main() -> int:
         if ray is not None:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
-        rota.tensors.down(home)
-        shutil.rmtree(home, ignore_errors=True)
     hand_in(rows(result))
     print(json.dumps(result, indent=2))
     return 0

@@ -18,21 +18,25 @@ HALF = 500
 PACK_GAIN = 0.05
 """What two jobs on the same devices must run more than one alone."""
 LENT = "Idle devices are lent in simulations alone; a service lets jobs grow within their range."
-SIMULATED: dict[str, tuple[float | None, str]] = {
-    "gandiva": (None, LENT),
-    "gandiva-pack": (
-        PACK_GAIN,
-        f"Two jobs share devices in simulations alone; a service runs this profile as gandiva. {LENT}",
-    ),
-}
-"""By profile the gain by which two jobs share devices, and what no service does, in a sentence for its warnings."""
+PACKED = "Two jobs share devices in simulations alone; a service runs this profile as gandiva."
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What of a profile no service does, as it warns, and the gain by which two jobs share devices (None: never)."""
+
+    warning: str
+    pack_gain: float | None = None
+
+
+SIMULATED = {"gandiva": Simulated(LENT), "gandiva-pack": Simulated(f"{PACKED} {LENT}", PACK_GAIN)}
 
 
 def with_sharing(profile: Profile) -> Profile:
     """The profile of a simulation: with lent and shared devices, where it has them."""
     if profile.name not in SIMULATED:
         return profile
-    return replace(profile, sharing=LendAndPack(profile.round_s, SIMULATED[profile.name][0]))
+    return replace(profile, sharing=LendAndPack(profile.round_s, SIMULATED[profile.name].pack_gain))
 
 
 def _lent(row: LiveJob) -> Allocations:

@@ -52,6 +52,7 @@ STOPPED = "nothing: its process is stopped by a signal"
 
 Heard = Mapping[InstanceId, Heartbeat | None]
 """The last beat of each instance under its present epoch."""
+InstanceEpoch = tuple[InstanceId, Epoch]
 Absent = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
 
@@ -100,17 +101,15 @@ class DiagnosisManager:
     """How many processes the kernel has ended for memory here; None when it is not counted."""
     is_stopped: Callable[[Process], bool] = lambda which: False
     """Whether a process of this node is stopped by a signal."""
-    halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict[tuple[InstanceId, Epoch], int])
+    halted: Mapping[InstanceEpoch, int] = field(default_factory=dict[InstanceEpoch, int])
     """Looks in a row that found the process of an instance stopped."""
     kills: int | None = None
     beats: dict[InstanceId, tuple[Heartbeat, float]] = field(default_factory=dict[InstanceId, tuple[Heartbeat, float]])
-    since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
+    since: dict[InstanceEpoch, float] = field(default_factory=dict[InstanceEpoch, float])
     rates: dict[InstanceId, RateWatch] = field(default_factory=dict[InstanceId, RateWatch])
     """Cores in use: where they drop without an excuse, the limit on progress is halved."""
-    stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
-    late: Mapping[tuple[InstanceId, Epoch], InstanceState] = field(
-        default_factory=dict[tuple[InstanceId, Epoch], InstanceState]
-    )
+    stalled: set[InstanceEpoch] = field(default_factory=set[InstanceEpoch])
+    late: Mapping[InstanceEpoch, InstanceState] = field(default_factory=dict[InstanceEpoch, InstanceState])
     """Instances that are not ready yet, with their states; ``came_s`` is when one of them last made progress."""
     came_s: float = 0.0
 
@@ -147,7 +146,7 @@ class DiagnosisManager:
         A process that appears, one that gets ready, an import, a mark of progress and work of a core are steps; a beat
         is none, nor is a processor that spins in a collective.
         """
-        now_s, late = self.clock.monotonic_s(), dict[tuple[InstanceId, Epoch], InstanceState]()
+        now_s, late = self.clock.monotonic_s(), dict[InstanceEpoch, InstanceState]()
         for one in ctx.instances.values():
             if one.state in (InstanceState.STARTING, InstanceState.STALE):
                 late[one.id, one.epoch] = one.state

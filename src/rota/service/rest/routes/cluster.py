@@ -198,7 +198,7 @@ def _warnings(app: AppState) -> list[str]:
         since = max(since, app.home.last_up.stat().st_mtime)
     found += [_replaced_text(one, now) for one in app.loop.installation.replaced if one.found_at > since]
     if (name := app.loop.scheduler.profile.name) in SIMULATED:
-        found.append(f"profile {name}: {SIMULATED[name][1]}")
+        found.append(f"profile {name}: {SIMULATED[name].warning}")
     if app.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if app.settings.host not in ("127.0.0.1", "localhost", "::1"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shlex
 from functools import cache, partial
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -92,8 +92,8 @@ class SubmitBody(BaseModel):
         """The same as a value. Raises BadInput when there is neither text nor spec."""
         if not self.source and self.spec is None:
             raise BadInput("provide 'source' or 'spec'", hint="send the text of a job file as 'source'")
-        given = self.model_dump(exclude={"sets"})
-        return Submission(**given, sets=tuple(self.sets))
+        given: dict[str, Any] = {**vars(self), "sets": tuple(self.sets)}
+        return Submission(**given)
 
 
 class StopBody(BaseModel):

@@ -221,8 +221,8 @@ def locate(space: Namespace, name: str) -> list[Location]:
     found: list[Location] = []
     for v in [row.version, *map(int, versions[row.version].get("parts", "").split())]:
         fields = versions[v]
-        header = _header(space, fields)
-        if header is None or header.version != v:
+        header = _header(space, v, fields)
+        if header is None:
             raise errors.VersionGone(f"{name}: version {v} was replaced meanwhile", name=name, wanted=v, newest=None)
         path, device = space.segments.path(fields["seg"]), json.loads(fields["desc"] or "{}").get("device", "")
         found.append(
@@ -239,13 +239,18 @@ def _tier(path: Path, device: str) -> str:
     return "device" if device else "file" if path.is_symlink() else "memory"
 
 
-def _header(space: Namespace, fields: Mapping[str, str]) -> BlockHeader | None:
-    """The header of a version's block; None when its file is gone."""
+def _header(space: Namespace, version: int, fields: Mapping[str, str]) -> BlockHeader | None:
+    """The header of a version's block; None when it was freed since the registry was asked."""
     try:
         raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
+        header = BlockHeader.unpack(raw, fields["seg"], settled=False)
     except FileNotFoundError:
         return None
-    return BlockHeader.unpack(raw, fields["seg"], settled=False)
+    except errors.Corrupt:
+        if space.registry.gone([version]):
+            return None
+        raise
+    return header if header.version == version else None
 
 
 def top(space: Namespace, n_max: int = 20) -> TopDocument:
@@ -442,7 +447,7 @@ def _on_devices(space: Namespace, dump: dict[str, Dump]) -> Iterator[tuple[str, 
     for key, fields in dump.items():
         device = json.loads(fields["desc"] or "{}").get("device") if key.startswith("v:") else None
         if device and fields["st"] in "qrd":
-            header = _header(space, fields)
+            header = _header(space, int(key[2:]), fields)
             if header is not None:
                 raw = space.segments.read(fields["seg"], int(fields["off"]) + header.offset, PLACE_BYTES)
                 yield key[2:], fields, device, DevicePlace.unpack(raw).keeper

@@ -13,7 +13,7 @@ import pytest
 from tests.real.tensors.crew import HOLDING, Cases, Crew, end, wait_until
 
 import rota.tensors
-from rota.tensors import errors
+from rota.tensors import errors, inspect
 from rota.tensors.api.store import Plane
 from rota.tensors.devices.memfd import Memfd
 
@@ -92,6 +92,26 @@ def test_a_writer_killed_anywhere_leaves_no_memory(plane: Plane, actors: Crew, c
         assert plane.get("w", as_="numpy")[0] == (point == "committed")
         wait_until(lambda: plane.gc() and len(ask(plane, op="blocks")["blocks"]) == 1)
     assert ask(plane, op="stat")["bytes"] <= 4 << 20
+
+
+def test_a_header_that_was_never_written_or_is_gone_stops_no_gc(
+    plane: Plane, actors: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.put("w", np.zeros(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(plane._space), "reap", lambda _: 0)  # the moment between a sweep and a look at the notes
+        assert actors.run("plane.put('other', np.ones(700_000))", device="memfd", die_at="reserved") == KILLED
+        wait_until(lambda: plane.gc() and not plane.ls("other*"))
+    plane.put("x", np.zeros(100))
+    before = plane._space.registry.dump()
+    plane.delete("x")
+    plane._space.reap()
+    freed = min(int(key[2:]) for key in before.keys() - plane._space.registry.dump().keys() if key[:2] == "v:")
+    fields = before[f"v:{freed}"]
+    with plane._space.segments.path(fields["seg"]).open("r+b") as file:
+        file.seek(int(fields["off"]))
+        file.write(bytes(512))  # another writer took the block
+    assert [v for v, *_ in inspect._on_devices(plane._space, before)] == [str(plane.info("w").version)]
 
 
 def test_a_reader_killed_with_a_view_gives_its_memory_back(plane: Plane, actors: Crew, cases: Cases) -> None:

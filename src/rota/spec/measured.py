@@ -1,4 +1,4 @@
-"""What is measured of machines: what one does now, and what each sees of the others; REST shows it as it is."""
+"""Measurements of machines: current usage, and network checks of each pair; REST returns them unchanged."""
 
 from __future__ import annotations
 

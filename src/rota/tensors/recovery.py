@@ -119,9 +119,9 @@ def live_clients(space: Namespace) -> dict[str, list[int]]:
 def rebuild(space: Namespace, machine: RedisMachine, *, dry_run: bool = False) -> Recovered:
     """Fill an empty registry from what lies on disk, or say what would come; the caller holds the recovery lock.
 
-    (1) a new epoch, every slot says ask; (2) headers: the newest ready version of each slot wins; (3) leases from the
-    files of the living; (4) all other blocks are free; (5) open the namespace. Begun anew when the registry is lost
-    once more meanwhile. Raises RegistryUnavailable.
+    (1) a new epoch, every slot makes readers ask the registry; (2) headers: the newest ready version of each slot wins;
+    (3) leases from the files of the living; (4) all other blocks are free; (5) open the namespace. Begun anew when the
+    registry is lost once more. Raises RegistryUnavailable.
     """
     for _ in range(_TRIES_MAX):
         with contextlib.suppress(ScriptRefused):

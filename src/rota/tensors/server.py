@@ -125,7 +125,7 @@ class TensorServer:
             self._open -= 1
 
     def _answer(self, link: socket.socket, request: Fields) -> None:
-        """One request; a refusal is an answer too. Raises OSError."""
+        """Handle one request; errors are sent back as the reply. Raises OSError."""
         operations: dict[str, Callable[[Plane, Fields], Fields]] = {
             "bring": self._bring, "delete": self._delete, "sweep": self._sweep, "drop": self._drop, "stat": self._stat,
         }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A checkpoint is the folder ``step-<step>.<try>`` with what PyTorch's distributed checkpoint wrote and ``manifest.json``:
 size and SHA-256 of every file, and what the caller adds. Files are written into a draft, synced, named in the manifest,
-and the draft is renamed: a folder without a draft's name is whole, or was damaged later, which its sums show.
+and the draft is renamed: a folder without a draft's name is complete; the checksums show later damage.
 """
 
 from __future__ import annotations

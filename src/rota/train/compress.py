@@ -1,4 +1,4 @@
-"""Communication hooks for DDP (fp16, bf16, int8, top-k, PowerSGD) with error feedback; why not torch's: 0053.
+"""Communication hooks for DDP (fp16, bf16, int8, top-k, PowerSGD) with error feedback; decision 0053: why not torch's.
 
 Per bucket, with gradient g and residue e of this rank: ``a = g + e``; ``q = C(a)``; ``e = a - D(q)``; the mean of D(q)
 over the ranks is what the optimizer sees. So the sum of what was applied differs from the sum of true means by the mean

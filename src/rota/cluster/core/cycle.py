@@ -63,7 +63,7 @@ def step(state: State, event: Event, profile: Profile, now: float) -> list[Decis
 
 
 def carried_out(state: State, txn: Txn, profile: Profile, now: float) -> tuple[list[Decision], Learned]:
-    """What should happen now, and what the pass has learned; in this transaction the state is as it decides.
+    """The decisions of one pass and the refusals it cached; the state of this transaction includes the decisions.
 
     What a pass tried is what its decisions do, so it stays. One that also claims devices that are still held is undone,
     and its decisions are folded.
@@ -135,9 +135,10 @@ def gate_jobs(row: LiveJob) -> Wait | None:
 
 
 class _Pass:
-    """One walk over the waiting jobs, in a transaction of the state: what it keeps is what its decisions do.
+    """One scheduling pass over the waiting jobs in a transaction; the writes it keeps are the effect of its decisions.
 
-    A trial of the next pass ends ``until`` a job, has the ``spares`` of the pass that asks, and shares no devices.
+    With ``until`` the pass stops at that job: a trial of the next pass, with the ``spares`` of the pass that tries it.
+    It shares no devices.
     """
 
     cut_short = False
@@ -316,7 +317,7 @@ class _Pass:
     def _excluding(self, row: LiveJob) -> Generator[list[int]]:
         """Nothing is placed on the nodes that the job avoids, nor on the spares kept from it, meanwhile.
 
-        Asked for another job in between, it is that one's nodes alone.
+        Nested use for another job replaces the excluded nodes instead of adding to them.
         """
         health, outer = self.state.node_health, self.excluded
         spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
@@ -540,7 +541,8 @@ class _Pass:
     def _is_covered_in_vain(self, job: JobId) -> bool:
         """Whether a promised job waits though others would be stopped for it: what they give back goes to this one too.
 
-        Of two such jobs each may come first once the victims of the other are gone; then neither would ever start.
+        Without this test each of two such jobs could be placed first after the victims of the other left, and neither
+        would ever start.
         """
         vain = job in self.overtaken or self.learned.is_vain(job, self.state.happened)
         return vain and self.state.jobs[job].phase == "queued" and self._is_covered(job)

@@ -86,7 +86,7 @@ class QueueOrder(Protocol):
 
 
 class Division(Protocol):
-    """Whose share it is."""
+    """Decides whether the queue of a job may use more resources now."""
 
     def verdict(self, state: State, row: LiveJob) -> Wait | None:
         """Why the queue of a job may not start it now, or None."""
@@ -167,7 +167,7 @@ class Profile:
     victim_sets_max: int = 1000
     """Jobs for which others are stopped in one pass; the next pass, at once, continues."""
     vain_max: int = 1000
-    """Jobs for which a pass finds that stopping others does not help; the next pass, at once, continues after them."""
+    """Jobs of a pass for which preemption is tried and does not help; the next pass, at once, continues after them."""
     spares: int = 0
     """Nodes kept free for jobs that lose some; opportunistic work may use them meanwhile."""
     grace_max_s: float = 300.0
@@ -190,4 +190,4 @@ class Profile:
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True
-    """A verdict holds until something is given back. False where it also depends on what others ask."""
+    """True: refusals are cached until resources are released. False where they also depend on other waiting jobs."""

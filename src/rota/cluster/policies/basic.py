@@ -255,7 +255,7 @@ class LeastService:
 
 @dataclass(frozen=True, slots=True)
 class Outranked:
-    """Running jobs that the order puts behind the one that asks, the last first; equals are left alone."""
+    """Running jobs that rank after the requesting job, the lowest first; jobs of equal rank are not preempted."""
 
     order: OrderByTime
 
@@ -299,7 +299,7 @@ _Ranked = tuple[tuple[RunningRows, tuple[Column, ...]], frozenset[JobId]]
 
 
 def _after(places: Sequence[Column], mine: Rank) -> NDArray[np.bool_]:
-    """Which rows come after a place, compared element by element."""
+    """Mask of the rows that rank after ``mine``, compared lexicographically."""
     after = np.zeros(len(places[0]), dtype=np.bool_)
     equal = ~after
     for column, value in zip(places, mine):

@@ -112,7 +112,7 @@ class SimResult(RunFigures):
 
 
 class Simulation:
-    """One run. Give it a state without the jobs; it plays arrivals, ends and failures through the same cycle."""
+    """One simulated run: feeds arrivals, ends and node failures to the scheduling cycle; ``state`` has no jobs yet."""
 
     def __init__(
         self,

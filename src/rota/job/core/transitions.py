@@ -70,7 +70,7 @@ INSTANCE_TRANSITIONS: tuple[Transition[InstanceState], ...] = (
 AT_ONCE: tuple[Transition[InstanceState], ...] = (
     Transition((_I.STALE, _I.READY, _I.LOST, _I.GONE), (_I.STARTING,), "one event plans it and lets it start"),
 )
-"""Two transitions that one event makes; the state between them is not seen."""
+"""One event makes both transitions; no other code sees the state between them."""
 
 GANG_TRANSITIONS: tuple[Transition[GangState], ...] = (
     Transition((_G.RESERVING,), (_G.RESERVED,), "the engine has reserved it"),

@@ -162,7 +162,7 @@ class Flow:
         sys.stderr.flush()
 
     async def call(self, role: RoleSpec, op: OpSpec, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """Call an operation; see ``calls.RpcClient`` for what it raises."""
+        """Call an operation; raises what ``RpcClient.call`` raises."""
         await self.settle()
         rpc, epoch = self._config.rpc, self._epoch
         async with self._leases.of(role), self._waits_for(role):
@@ -284,7 +284,7 @@ class Flow:
     async def in_control(self, work: Awaitable[T]) -> T:
         """Run a coroutine in the control thread, where streams and calls live.
 
-        What comes back from there is progress: between two answers it is the loop's own code that is at work.
+        Each result counts as progress: between two results the user's own code runs.
         """
         try:
             return await self._config.control.run(_as_coroutine(work))
@@ -296,7 +296,7 @@ class Flow:
         self._config.control.loop.call_soon_threadsafe(function)
 
     async def begin(self, *, keeps: bool) -> None:
-        """In the control thread: streams continue from the cut; it ``keeps`` items that no source gives again."""
+        """In the control thread: resume the streams from the cut; ``keeps``: store items that no source can repeat."""
         if self._epoch > 1 and (checkpoint.in_use(self._config.place.home) or directory.current() is not None):
             await asyncio.to_thread(payload.sweep, self.plane, self._config.place.job, self._epoch)
         if keeps:
@@ -479,7 +479,7 @@ class LoopRunner:
             self._task = None
 
     async def _enter(self, function: LoopFunction, flow: Flow, first: threading.Lock, left: asyncio.Event) -> None:
-        """In the user thread: run the function, and say when it has really let go."""
+        """Runs in the user thread: call the function, then signal that it has returned."""
         if not first.acquire(blocking=False):
             return
         FLOW.set(flow)

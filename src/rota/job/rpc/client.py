@@ -385,7 +385,7 @@ class RpcClient:
     async def _is_alive(self, peer: Peer) -> bool:
         """Whether a process whose connection broke may still answer: its master is asked before it is given up.
 
-        While the master says nothing the process keeps the benefit; without its answers this one ends itself in time.
+        If the master does not answer, the process counts as alive; without its answers this one ends itself in time.
         """
         if self._peers.get((peer.role, peer.rank)) != peer:
             return False
@@ -510,7 +510,7 @@ def _not_sent(peer: Peer, sending: _Sending, error: NotPicklable) -> BadInput | 
 
 
 def _room(op: OpSpec) -> int:
-    """Items of one caller at one instance; of a plain operation the second waits there, which hides its way."""
+    """Items of one caller at one instance; of a synchronous operation the second queues there, which hides latency."""
     return ASYNC_INFLIGHT_MAX if op.is_async else 2
 
 

@@ -63,7 +63,7 @@ class Supervisor:
         self._standby: process.Child | None = None
         self._standby_failures = 0
         self._taken = False
-        """The last start failed as another process has its port."""
+        """True if the last start failed because the port was in use."""
 
     def run(self) -> None:
         """Until the record of the service is gone."""
@@ -98,7 +98,7 @@ class Supervisor:
                 self._standby = start_standby(self._settings, self._home)
 
     def _note_standby(self, exit_status: int) -> None:
-        """Let ``rota status`` say that the standby ended by itself."""
+        """Record for ``rota status`` that the standby exited unexpectedly."""
         self._standby, self._standby_failures = None, self._standby_failures + 1
         text = f"the standby ended with status {exit_status} ({counted(self._standby_failures, 'time')})"
         _log.error("%s", text)

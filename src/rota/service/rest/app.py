@@ -98,7 +98,7 @@ def make_app(app: AppState) -> ASGIApp:
 
 
 class Guard:
-    """Around every request: its parts and id, limits, headers against browsers' tricks, metrics, the audit."""
+    """ASGI middleware: request id, parts of the application, body limits, security headers, metrics, audit."""
 
     def __init__(self, inner: ASGIApp, app: AppState) -> None:
         self._inner, self._app = inner, app
@@ -174,7 +174,7 @@ class Guard:
         return limited
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
-        """Write the outcome of a change to the audit; what was done stays done."""
+        """Write the status of a modifying request to the audit; if that fails, the request does not."""
         known = "caller" in scope["state"]
         if scope["method"] in SAFE_METHODS or (known and scope["route"].path == TERMINAL_PATH):
             return

@@ -150,7 +150,7 @@ class _Slab:
 
 @dataclass(slots=True)
 class _Use:
-    """What this process does with a version: where it is mapped, and the streams that may still work on it."""
+    """A version mapped by this process: its addresses, and the streams that may have pending work on it."""
 
     name: str
     start: int
@@ -250,7 +250,7 @@ class Devices:
         self.driver.wait(self.driver.record(self.driver.stream(self.ordinal)))
 
     def settle(self, ended: Sequence[tuple[int, int, int]], *, block: bool = False) -> list[tuple[int, int, int]]:
-        """Of the leases that ended, now and before, those on whose memory no stream works any more."""
+        """The leases that ended, now and before, whose memory has no pending work of a stream."""
         done: list[tuple[int, int, int]] = []
         with self._lock:
             for lease in ended:

@@ -147,7 +147,7 @@ class Buffers:
             return
         changed = torch.tensor([self._is_new(name, one) for name, one in held.items()], device=self._device)
         changed = changed.to(torch.int32)
-        for group in self._groups:  # ranks may take other ways through the model: all send what any has changed
+        for group in self._groups:  # control flow may differ between ranks: what changed on any is sent by all
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for one, new in zip(held.values(), changed.tolist(), strict=True):

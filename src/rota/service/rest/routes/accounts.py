@@ -129,8 +129,8 @@ async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sen
 async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocument]:
     """Take every role, every token and every secret from a user; the jobs stay, and belong to that name.
 
-    ``live`` of the answer have not ended, and continue under that name; ``jobs`` of them name secrets: they cannot
-    start again.
+    ``live`` of the answer: jobs that have not ended, which continue under that name; ``jobs``: those of them that use
+    secrets and cannot start again.
     """
     caller.need(UserRole.ADMIN)
     if name == LOCAL:
@@ -173,7 +173,7 @@ async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDo
 
 @router.delete("/tokens/{token}")
 async def revoke_token(token: Annotated[str, Field(max_length=63)], app: Parts, caller: Asker) -> Sent[TokenDocument]:
-    """Make a token worthless at once, with the sessions that were opened by it."""
+    """Revoke a token and the sessions that were opened with it, effective at once."""
     known = next((one for one in _valid(app) if one.made.id == token), None)
     if known is None or not (caller.has(UserRole.ADMIN) or known.made.user == caller.user):
         raise UnknownName(f"no token {token!r}", hint="see: rota token ls")

@@ -155,7 +155,7 @@ class ProtocolMachine:
             if parts.get(key) == v:
                 del parts[key]
         self.names[version.name].pend -= 1
-        self._free(v)
+        self._doom(v)
         self._forget_if_empty(version.name)
 
     def _fence_of(self, label: str) -> int:

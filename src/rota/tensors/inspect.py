@@ -240,14 +240,14 @@ def _tier(path: Path, device: str) -> str:
 
 
 def _header(space: Namespace, version: int, fields: Mapping[str, str]) -> BlockHeader | None:
-    """The header of a version's block; None when it was freed since the registry was asked."""
+    """The header of a version's block; None when it was freed since the registry was asked, or never written."""
     try:
         raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
         header = BlockHeader.unpack(raw, fields["seg"], settled=False)
     except FileNotFoundError:
         return None
     except errors.Corrupt:
-        if space.registry.gone([version]):
+        if fields["st"] == "d" or space.registry.gone([version]):
             return None
         raise
     return header if header.version == version else None

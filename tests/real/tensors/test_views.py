@@ -199,6 +199,17 @@ def test_a_part_and_some_names_of_a_group_are_read_alone(plane: Plane) -> None:
     wait_until(lambda: plane.stats()["versions"] == {})
 
 
+def test_what_create_gave_up_is_not_used_again_while_its_view_lives(plane: Plane) -> None:
+    with pytest.raises(ZeroDivisionError), plane.create("c", (1000,), "int64", as_="numpy") as array:
+        kept = array
+        _ = 1 / 0
+    for n in range(3):
+        plane.put(f"{n}", np.zeros(1000, np.int64))
+    kept[:] = 5
+    assert [plane.get(f"{n}", as_="numpy").any() for n in range(3)] == [False] * 3
+    assert plane.fsck()["violations"] == []
+
+
 def test_create_publishes_on_exit_and_gives_up_on_an_exception(plane: Plane) -> None:
     with plane.create("c", (4,), torch.float32) as tensor:
         torch.add(torch.ones(4), 1, out=tensor)

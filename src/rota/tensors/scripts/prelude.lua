@@ -97,7 +97,7 @@ local function abort(v)
     if call('HGET', P .. 'p:' .. f[1], field) == v then call('HDEL', P .. 'p:' .. f[1], field) end
   end
   call('HINCRBY', P .. 'n:' .. f[1], 'pend', -1)
-  free(v)  -- nobody could read it: no look at the notes, and no header may be expected in its block
+  doom(v)  -- not freed: its writer may still have the view that it wrote through, which its file notes
   forget_if_empty(f[1])
 end
 

@@ -17,6 +17,7 @@ from rota.runtime.topology import numa_nodes, nvlink_islands, sockets_of
 from rota.spec.errors import BadInput
 from rota.spec.reasons import Reason
 from rota.spec.resources import Device, parse_size
+from rota.spec.user_code import UserCode
 
 FAKE_VARIABLE = "ROTA_FAKE_DEVICES"
 FAMILIES_VARIABLE = "ROTA_DEVICE_FAMILIES"
@@ -337,11 +338,12 @@ def _is_here(family: DeviceFamily) -> bool:
 @contextmanager
 def _named_in_errors(family: DeviceFamily, where: str) -> Iterator[None]:
     """Raises BadInput that names the family for what its code raises; what ``ROTA_FAKE_DEVICES`` raises stays."""
-    try:
+    with UserCode() as ran:
         yield
-    except Exception as error:  # code of others may raise anything
+    if ran.failed:
+        error = ran.take()
         if isinstance(family, FakeDevices):
-            raise
+            raise error
         hint = "repair the class, or take it out of device_families (or uninstall its package)"
         text = f"device family {type(family).__qualname__}: {where}: {type(error).__name__}: {error}"
         raise BadInput(text, hint=hint) from error
@@ -362,9 +364,11 @@ def _made(entry: EntryPoint) -> DeviceFamily:
     name, package = f"device family {entry.value!r}", entry.dist.name if entry.dist else ""
     name += f" of the package {package}" if package else ""
     remedy = f"uninstall {package}" if package else "take it out of device_families"
-    try:
+    made: object = None
+    with UserCode() as ran:
         made = entry.load()()
-    except Exception as error:  # code of others may raise anything
+    if ran.failed:
+        error = ran.take()
         hint = f"install what it needs on this machine, or {remedy}"
         raise BadInput(f"{name}: {type(error).__name__}: {error}", hint=hint) from error
     if not isinstance(made, DeviceFamily) or not made.variable:

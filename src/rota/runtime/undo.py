@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import ParamSpec
-
-P = ParamSpec("P")
+from types import TracebackType
 
 
-class undone_if_raised:
+class undone_if_raised(partial[object]):
     """``with undone_if_raised(undo, *arguments):`` calls ``undo`` when the block raises, Ctrl-C and cancellation too.
 
-    What the block raised is raised on, unless ``undo`` raises.
+    What the block raised is raised on, unless ``undo`` raises. What a handler of a signal raises before the block
+    begins undoes nothing: where that matters, let the block hold the beginning too, and ``undo`` find what there is.
     """
 
-    __slots__ = ("_undo",)
-
-    def __init__(self, undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._undo = partial(undo, *args, **kwargs)
+    __slots__ = ()
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
-            self._undo()
+            self()

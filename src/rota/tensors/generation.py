@@ -26,6 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from rota.runtime.clock import Clock, blocking_sleep
+from rota.runtime.undo import undone_if_raised
 from rota.tensors import errors
 from rota.tensors.core import SLOTS_MAX
 from rota.tensors.errors import failpoint
@@ -307,11 +308,8 @@ class _Held:
 
     def __enter__(self) -> None:
         next(self._at_end)
-        try:
+        with undone_if_raised(self._taken.give_back):
             self._taken.take()
-        except BaseException:
-            self._taken.give_back()
-            raise
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._taken.give_back(answered=kind is None)

@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from rota.runtime.undo import undone_if_raised
 from rota.tensors import errors
 from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
@@ -143,22 +144,22 @@ class Leases:
 
         Raises EpochChanged unless it is still ``known`` after the note: a registry that was rebuilt before freed it.
         """
-        with self._lock:
+        with self._lock, undone_if_raised(self._drop_unused, version):
             lease = self._table.get(version)
             if lease is None:
                 lease = self._table[version] = _Lease(version, seq, self._mirror.add(version), blocks)
-            try:
-                fence()
-                if not known():
-                    raise errors.EpochChanged("the registry was rebuilt during a get")
-                if not lease.seq:
-                    self._mirror.settle(lease.mirror, version)
-                lease.seq = max(lease.seq, seq)
-                return self._open(lease, sealed)
-            except BaseException:
-                if not lease.refs:
-                    self._mirror.clear(self._table.pop(version).mirror)
-                raise
+            fence()
+            if not known():
+                raise errors.EpochChanged("the registry was rebuilt during a get")
+            if not lease.seq:
+                self._mirror.settle(lease.mirror, version)
+            lease.seq = max(lease.seq, seq)
+            return self._open(lease, sealed)
+
+    def _drop_unused(self, version: int) -> None:
+        lease = self._table.get(version)
+        if lease is not None and not lease.refs:
+            self._mirror.clear(self._table.pop(version).mirror)
 
     def _open(self, lease: _Lease, sealed: bool) -> list[HeldBlock]:
         if not sealed and lease.open:

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from rota.runtime import environ, file_locks
+from rota.runtime.undo import undone_if_raised
 from rota.tensors.core import Fields
 from rota.tensors.errors import file_errors
 
@@ -169,14 +170,10 @@ class ClientFile:
         self._free: list[int] = []
         self._words: memoryview[int] | None = None
         self._outgrown: list[mmap.mmap] = []
-        try:
+        with undone_if_raised(os.close, self._fd), undone_if_raised(partial.unlink):
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(self._fd, json.dumps(identity).encode().ljust(_IDENTITY_BYTES, b"\0")[:_IDENTITY_BYTES], 0)
             self._grow(_WORDS_FIRST)
-        except BaseException:
-            partial.unlink()
-            os.close(self._fd)
-            raise
         _own[os.getpid(), self.path] = self
         partial.rename(self.path)
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Final, NoReturn, TypeAlias
 
 from rota.runtime.clock import blocking_sleep
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
 from rota.tensors import errors
@@ -249,8 +250,7 @@ class TensorReader:
             except (ScriptRefused, RotaError):
                 raise
             except BaseException:  # Ctrl-C: it may have been done, and the leases would never end
-                again = [one.version for one in space.registry.get(space.client, seq, wanted)]
-                space.registry.release(space.client, [(v, seq) for v in again if not space.leases.has(v)])
+                self._release_unheld([one.version for one in space.registry.get(space.client, seq, wanted)], seq)
                 raise
 
     def open_block(self, name: str, selector: str = "") -> tuple[Leased, HeldBlock, int]:
@@ -269,15 +269,15 @@ class TensorReader:
         def known() -> bool:
             return space.table.epoch == epoch
 
-        try:
+        with undone_if_raised(self._release_unheld, [one.version for one in leased], seq):
             held = [space.leases.hold(one.version, seq, one.blocks, known, sealed=sealed) for one in leased]
-        except BaseException:
-            unheld = [(one.version, seq) for one in leased if not space.leases.has(one.version)]
-            space.registry.release(space.client, unheld)
-            raise
         space.counters["gets"] += len(leased)
         failpoint("mapped")
         return held
+
+    def _release_unheld(self, versions: Sequence[int], seq: int) -> None:
+        space = self._space
+        space.registry.release(space.client, [(each, seq) for each in versions if not space.leases.has(each)])
 
     def _views(self, leased: Leased, held: list[HeldBlock], as_: str) -> Parts:
         blocks = zip(leased.blocks, held, strict=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from rota.runtime import futex
 from rota.runtime.clock import blocking_sleep
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
 from rota.tensors.arrays import Bytes, Holder, Layout, TensorSource, source_of, view_of
@@ -370,11 +371,8 @@ class Rings:
         wanted = core.stepped(size, _SIZE_STEPS, core.ALIGN_BYTES)
         name, life = _block_name(channel, number), Life(mutable=True)
         pending = self._writer.reserve(name, "t", lay_out([(name, "uint8", (wanted,))], order, life, None), order, life)
-        try:
+        with undone_if_raised(self._writer.abort, pending):
             made = self._writer.commit(pending)
-        except BaseException:
-            self._writer.abort(pending)
-            raise
         failpoint("block")
         found.ring.set_block(entry, number, made.id, wanted)
         if version:

@@ -16,6 +16,7 @@ from rota.runtime import environ, process
 from rota.runtime.clock import Clock
 from rota.runtime.random import RandomSource
 from rota.runtime.redis import server as redis_server
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
 from rota.tensors.core import EPOCH_MAX, Fields, check_label, count_of
 from rota.tensors.devices.client import Devices
@@ -182,11 +183,8 @@ class Session:
         self._thread: threading.Thread | None = None
         self._forks = 0
         self._fork_fds: list[int] = []
-        try:
+        with undone_if_raised(mirror.close):
             self.space.retry(self.rejoin)
-        except BaseException:
-            mirror.close()
-            raise
 
     def start(self) -> None:
         """Start the housekeeping thread."""

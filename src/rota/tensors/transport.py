@@ -30,6 +30,7 @@ from rota.runtime import directory, environ, file_locks, process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.directory import Directory
 from rota.runtime.handshake import client_handshake_blocking
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import NotReachable
 from rota.tensors import errors, messages
 from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane
@@ -236,13 +237,10 @@ def _connect(store: str) -> socket.socket:
         raise NotReachable("this process was started by no engine, and knows no key of other machines")
     host, _, port = store.rpartition(":")
     link = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-    try:
+    with undone_if_raised(link.close):
         link.settimeout(None)
         client_handshake_blocking(link, known.key(), messages.PURPOSE)
         messages.limit_silence(link)
-    except BaseException:
-        link.close()
-        raise
     return link
 
 
@@ -260,12 +258,9 @@ def _exchange(store: str, request: Fields) -> tuple[socket.socket, Fields]:
         except OSError:
             link.close()
     link = _connect(store)
-    try:
+    with undone_if_raised(link.close):
         link.sendall(message)
         return link, messages.receive(link)
-    except BaseException:
-        link.close()
-        raise
 
 
 def ask(store: str, request: Fields) -> Fields:
@@ -615,12 +610,9 @@ class _Transfer:
         self._pending: list[Pending] = []
         self._fresh: list[bool] = []
         order_of = [int(reply["epoch"]), int(reply["step"])]
-        try:
+        with undone_if_raised(self.abort):
             for manifest, _, rank, world in reply["parts"]:
                 self._reserve(name, json.loads(manifest), (int(rank), int(world)), order_of, bool(reply["group"]))
-        except BaseException:
-            self.abort()
-            raise
 
     def _reserve(self, name: str, facts: Fields, part: tuple[int, int], order_of: list[int], group: bool) -> None:
         """A block that is laid out as the one that is sent: the same tensors at the same places of the payload."""

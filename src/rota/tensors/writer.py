@@ -17,6 +17,7 @@ from typing import Final
 from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import cores_allowed
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
 from rota.tensors.arrays import Bytes, Layout, TensorSource
@@ -158,12 +159,9 @@ class TensorWriter:
         """
         draft = lay_out([(key, each.dtype, each.shape) for key, each in sources.items()], order, life, meta, device)
         pending = self.reserve(name, kind, draft, order, life)
-        try:
+        with undone_if_raised(self.abort, pending):
             self.copy(pending, [each.data for each in sources.values()])
             return self.commit(pending)
-        except BaseException:
-            self.abort(pending)
-            raise
 
     def publish_many(
         self, sources: Mapping[str, TensorSource], order: PublishOrder, life: Life, device: str = ""
@@ -187,14 +185,10 @@ class TensorWriter:
             name: lay_out([(name, each.dtype, each.shape)], order, life, None, device) for name, each in sources.items()
         }
         pendings = self._reserve_batch(drafts, order, life)
-        try:
+        with undone_if_raised(self._abort_batch, pendings):
             for pending in pendings:
                 self.copy(pending, [sources[pending.name].data])
             replies = self.commit_many(pendings)
-        except BaseException:
-            for pending in pendings:
-                self.abort(pending)
-            raise
         versions: dict[str, Version] = {}
         for pending, reply in zip(pendings, replies, strict=True):
             if isinstance(reply, ScriptRefused):
@@ -211,7 +205,7 @@ class TensorWriter:
         epoch = table.epoch
         replies = space.retry(lambda: space.registry.reserve_many(space.client, asks))
         pendings: list[Pending] = []
-        try:
+        with undone_if_raised(self._abort_batch, pendings, replies):
             for (_, ask), reserved in zip(asks, replies, strict=True):
                 draft, pending = drafts[ask.name], None
                 if isinstance(reserved, Reserved):
@@ -223,14 +217,16 @@ class TensorWriter:
                     if pending is not None:
                         self._forget(pending)
                     pendings.append(self.reserve(ask.name, "t", draft, order, life))
-        except BaseException:
-            for pending in pendings:
-                self.abort(pending)
-            for reserved in (each for each in replies[len(pendings) :] if isinstance(each, Reserved)):
-                with contextlib.suppress(errors.TensorError, ScriptRefused):
-                    space.retry(lambda version=reserved.version: space.registry.abort(space.client, version))
-            raise
         return pendings
+
+    def _abort_batch(self, pendings: Sequence[Pending], replies: Sequence[Reserved | ScriptRefused] = ()) -> None:
+        """Give up what was written, and of ``replies`` those that came after it."""
+        space = self._space
+        for pending in pendings:
+            self.abort(pending)
+        for reserved in (each for each in replies[len(pendings) :] if isinstance(each, Reserved)):
+            with contextlib.suppress(errors.TensorError, ScriptRefused):
+                space.retry(lambda version=reserved.version: space.registry.abort(space.client, version))
 
     def reserve(self, name: str, kind: str, draft: Draft, order: PublishOrder, life: Life) -> Pending:
         """A pending version with its block, header written. Memory is recorded before it is taken.
@@ -300,11 +296,8 @@ class TensorWriter:
             ctime_ns=int(self._space.clock.wall_s() * 1e9),
         )  # fmt: skip
         pending = Pending(ask.name, ask, draft, reserved, header)
-        try:
+        with undone_if_raised(self.abort, pending):
             self._space.segments.ensure(reserved.seg, ask.file, spill=spill)
-        except BaseException:
-            self.abort(pending)
-            raise
         failpoint("allocated")
         return pending
 
@@ -312,7 +305,7 @@ class TensorWriter:
         """Write the header, after which a rebuilt registry knows of the version, and take its memory on a device.
         False if the registry was rebuilt since ``epoch``: the block may be another's."""
         draft, reserved, space = pending.draft, pending.reserved, self._space
-        try:
+        with undone_if_raised(self.abort, pending):
             with space.file.beginning():
                 if space.table.epoch != epoch:
                     return False
@@ -321,9 +314,6 @@ class TensorWriter:
             if draft.device and space.devices is not None:
                 pending.place = space.devices.take(reserved.version, draft.total)
                 self._write(pending, draft.start, pending.place.pack())
-        except BaseException:
-            self.abort(pending)
-            raise
         return True
 
     def copy(self, pending: Pending, data: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.arrays import TensorSource, source_of
@@ -162,7 +163,12 @@ class Channel:
         fences, taken = self._look(), list[RingRecord]()
         if (found := self._rings.find(self.name)) is None:
             return None, 0, []
-        try:
+
+        def give_back() -> None:
+            with contextlib.suppress(Moved, errors.PublishBlocked), found.locked() as ring:
+                ring.give_back(taken)
+
+        with undone_if_raised(give_back):
             with found.locked(fences) as ring:
                 found.bury(ring)
                 ring.take(n_max, taken)
@@ -171,10 +177,6 @@ class Channel:
                 seen = ring.words[ITEMS]
             failpoint("leased")
             records = [self._rings.view(found, self.name, each, as_) for each in taken]
-        except BaseException:
-            with contextlib.suppress(Moved, errors.PublishBlocked), found.locked() as ring:
-                ring.give_back(taken)
-            raise
         self._space.counters["gets"] += len(records)
         return found, seen, records
 

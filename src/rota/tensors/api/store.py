@@ -17,6 +17,7 @@ from rota.runtime import environ
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.random import RandomSource, SystemRandom
 from rota.runtime.redis import server as redis_server
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput
 from rota.tensors import core, errors, inspect
 from rota.tensors.api.channels import Channel, TensorEvent, Watch
@@ -181,7 +182,8 @@ class Plane:
         with errors.file_errors(), redis_server.registry_lock(home):
             was_ended = redis_server.was_ended(home)
             server = redis_server.find_or_start(home, url=url, keep=keep)
-            try:
+            for_this_client = server.ours and was_ended
+            with undone_if_raised(redis_server.end_running, home) if for_this_client else contextlib.nullcontext():
                 session = Session(
                     home,
                     server,
@@ -192,10 +194,6 @@ class Plane:
                     url=url,
                     keeper=keeper,
                 )
-            except BaseException:
-                if server.ours and was_ended:  # it was started for this client alone
-                    redis_server.end_running(home)
-                raise
         session.start()
         return cls(session)
 
@@ -281,12 +279,9 @@ class Plane:
         tensor = (name, dtype_name(dtype), core.check_shape(shape))
         draft = lay_out([tensor], order, life, None, self._device(device))
         pending = self._writer.reserve(name, "t", draft, order, life)
-        try:
+        with undone_if_raised(self._writer.abort, pending):
             yield self._view_pending(pending, as_)
             self._writer.commit(pending)
-        except BaseException:
-            self._writer.abort(pending)
-            raise
 
     def publish_group(
         self,

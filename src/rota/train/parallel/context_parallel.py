@@ -291,9 +291,11 @@ def check_positions(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
     x = torch.arange(seq, device=next(model.parameters()).device)[None] % 2
     with evaluated(model), replaced_forward(cores, token_by_token):
         for name, part in (ends[0], *kinds.values(), ends[1]):
-            try:
-                whole, equal = compare_positions(model, part, x, here)
-            except Exception as error:
+            equal = False
+            with UserCode() as running:
+                x, equal = compare_positions(model, part, x, here)
+            if running.failed:
+                error = running.take()
                 if position_modules(model):
                     log.debug("places of %s are not looked at: %s", name, error)
                     return
@@ -308,7 +310,6 @@ def check_positions(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
                     "and a rank holds other places; it has no attribute 'positions', or does not read it",
                     hint="read the places of the columns from self.positions of that module, None = 0 to T - 1",
                 )
-            x = whole
 
 
 def compare_positions(

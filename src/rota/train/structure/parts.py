@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rota.spec.errors import BadInput
+from rota.spec.user_code import UserCode
 from rota.train.batch import Inputs, call, each
 from rota.train.parallel.model_parts import Absent, Parts, apart
 from rota.train.plan.model import ParallelPlan, Stage
@@ -244,14 +245,14 @@ def observe(model: nn.Module, inputs: Inputs) -> Seen:
             handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
             handles.append(module.register_forward_hook(end(name), with_kwargs=True))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _Drops(dropped):
+        with UserCode() as ran, torch.no_grad(), torch.random.fork_rng(devices=[]), _Drops(dropped):
             call(model, inputs)
-    except Exception as error:
-        at = running[-1] if running else type(model).__name__
-        raise BadInput(f"model: {at} cannot be run with an example: {error}", hint=NEEDS_EXAMPLE) from error
     finally:
         for handle in handles:
             handle.remove()
+    if ran.failed:
+        at, error = running[-1] if running else type(model).__name__, ran.take()
+        raise BadInput(f"model: {at} cannot be run with an example: {error}", hint=NEEDS_EXAMPLE) from error
     return seen
 
 

@@ -96,13 +96,14 @@ def _through_stages(
 ) -> list[Trial]:
     where = f"mesh.pp: {type(model).__name__}"
     outputs: list[torch.Tensor] = []
-    try:
+    with UserCode() as running:
         for piece in pieces:
             output = main_tensor(call_piece(piece, inputs, outputs[-1] if outputs else None))
             output.retain_grad()
             outputs.append(output)
         outputs[-1].backward(trial.grad)
-    except Exception as error:
+    if running.failed:
+        error = running.take()
         raise BadInput(f"{where} cannot be run in stages of {stack}: {error}", hint=REMEDY) from error
     if not close(outputs[-1], trial.output):
         raise BadInput(

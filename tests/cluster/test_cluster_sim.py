@@ -99,6 +99,22 @@ def test_a_job_that_never_fits_is_unschedulable_and_has_no_times(tmp_path: Path)
     assert never["text"].startswith("the whole gang asks 640 GPUs at once; the cluster has ")
 
 
+def test_the_state_of_a_job_is_what_the_scheduler_has_of_it_when_the_run_is_over() -> None:
+    """At 50 s the first works, the second waits for its devices, the third has ended, two come later or never fit."""
+    jobs = [
+        SimJob(ask=ask("ended", slot(4)), submit_s=0.0, work_s=10.0),
+        SimJob(ask=ask("works", slot(8)), submit_s=10.0, work_s=100.0),
+        SimJob(ask=ask("waits", slot(4)), submit_s=20.0, work_s=1.0),
+        SimJob(ask=ask("huge", slot(64)), submit_s=20.0, work_s=1.0),
+        SimJob(ask=ask("later", slot(1)), submit_s=60.0, work_s=1.0),
+    ]
+    found = Simulation(state(node("n0", 8)), get_profile("fifo"), jobs, SystemClock(), until_s=50.0).run().runs
+    states = {"ended": "SUCCEEDED", "works": "RUNNING", "waits": "QUEUED", "huge": "UNSCHEDULABLE", "later": "QUEUED"}
+    assert {job: run.state for job, run in found.items()} == states
+    reasons = {job: run.why and run.why.reason for job, run in found.items()}
+    assert (reasons["huge"], reasons["later"], reasons["waits"] is None) == (Reason.TOO_LARGE, None, False)
+
+
 @pytest.mark.parametrize(
     ("trace", "message"),
     [

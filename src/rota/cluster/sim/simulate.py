@@ -80,7 +80,6 @@ class JobRun:
     """What happened to one job."""
 
     job: SimJob
-    state: str = "QUEUED"
     first_start_s: float | None = None
     first_work_s: float | None = None
     """When it first computed: its start cost was over and it still had its devices."""
@@ -98,8 +97,24 @@ class JobRun:
     """Grows with every start and every change of the rate; an expected end of an older plan is void."""
     gpus: float = 0.0
     """Devices that it has now; half of each where two share them."""
-    why: Wait | None = None
-    """Why it never starts, or waits when the run is over."""
+    never: Wait | None = None
+    """Why it would not start on the empty cluster either."""
+    row: LiveJob | None = None
+    """The job when the run is over, unless it ended or never was in the state."""
+
+    @property
+    def state(self) -> str:
+        """What has become of it when the run is over."""
+        if self.end_s is not None:
+            return "SUCCEEDED"
+        if self.row is not None and self.row.held:
+            return "RUNNING"
+        return "UNSCHEDULABLE" if self.never and self.first_start_s is None else "QUEUED"
+
+    @property
+    def why(self) -> Wait | None:
+        """Why it never starts, or waits when the run is over."""
+        return self.row.wait if self.row is not None else self.never
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,14 +206,14 @@ class Simulation:
         result.fragmentation = float(np.mean(self._samples)) if self._samples else 0.0
         result.share_gap = self._gap_s / self._waiting_s if self._waiting_s else 0.0
         for job in self.runs.keys() & self.state.jobs.keys():
-            self.runs[job].why = self.state.jobs[job].wait
+            self.runs[job].row = self.state.jobs[job]
         result.violations += len(violations(self.state))
         result.wall_s = self.clock.monotonic_s() - began
         return result
 
     def _resume_run(self, job: SimJob) -> None:
         run = self.runs[job.ask.id]
-        run.attempts, run.state = 1, "RUNNING"
+        run.attempts = 1
         run.first_start_s = run.started_s = self.now
         run.work_from_s = self.state.jobs[job.ask.id].started_at
         run.gpus = job.ask.shape.gpu_milli / 1000
@@ -235,8 +250,8 @@ class Simulation:
             self._arrive(self.runs[JobId(name)])
         elif kind in (END, RELEASE):
             # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
-            run = self.runs[JobId(name)]
-            if attempt != (run.plan if kind == END else run.attempts) or run.state != "RUNNING":
+            run, row = self.runs[JobId(name)], self.state.jobs.get(JobId(name))
+            if row is None or not row.held or attempt != (run.plan if kind == END else run.attempts):
                 return False
             if kind == END:
                 self._end(JobId(name))
@@ -249,9 +264,8 @@ class Simulation:
         return True
 
     def _arrive(self, run: JobRun) -> None:
-        run.why = self._never_runs(run.job.ask)
-        if run.why is not None:
-            run.state = "UNSCHEDULABLE"
+        run.never = self._never_runs(run.job.ask)
+        if run.never is not None:
             return
         ask = run.job.ask
         for other in ask.after:
@@ -285,7 +299,7 @@ class Simulation:
     def _end(self, job: JobId) -> None:
         run = self.runs[job]
         self._account(run)
-        run.state, run.end_s = "SUCCEEDED", self.now
+        run.end_s = self.now
         self.result.last_s = max(self.result.last_s, self.now)
         run.attempts = -run.attempts
         self._without_parts(job)
@@ -306,7 +320,6 @@ class Simulation:
             worked = kept = max(0.0, saved_s - run.work_from_s)
         run.done_s += kept * run.rate
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
-        run.state = "QUEUED"
         self._without_parts(job)
         back_at, final = self.now + self.profile.cool_down_s, self.state.jobs[job].final
         events.apply(self.state, events.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
@@ -436,7 +449,7 @@ class Simulation:
     def _start(self, job: JobId, held: Allocations) -> None:
         run, costs = self.runs[job], self.overheads
         run.attempts += 1
-        run.state, run.started_s = "RUNNING", self.now
+        run.started_s = self.now
         run.level = self.state.level_of(held)
         if run.first_start_s is None:
             run.first_start_s = self.now

@@ -255,6 +255,7 @@ async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, A
             began = time.perf_counter()
             await settled(service.app.loop)
             placed_s = time.perf_counter() - began
+            gc.freeze()  # as the service does before it answers
             live = service.app.loop.installation.live.values()
             waiting = next(one.id for one in live if one.state is JobState.QUEUED)
             running = next(one.id for one in reversed(list(live)) if one.state.holds_devices)

@@ -25,7 +25,7 @@ CALLED_BY_NAME = {
     # of a library: Python, asyncio, uvicorn, click, pydantic, torch, Ray, SQLAlchemy, enum
     "_generate_next_value_", "_set_group_name", "allreduce_coalesced", "capture_signals",
     "default_schema", "getBackendName", "group_name",
-    "pipe_data_received", "process_exited", "start_api_server", "_repr_html_",
+    "pipe_data_received", "process_exited", "start_api_server", "verify_request", "_repr_html_",
     "abort_transport", "actor_has_tensor_transport", "can_abort_transport", "extract_tensor_transport_metadata",
     "garbage_collect", "get_communicator_metadata", "is_one_sided", "recv_multiple_tensors",
     "send_multiple_tensors", "tensor_transport_backend",
@@ -34,8 +34,8 @@ CALLED_BY_NAME = {
     "rota_load",
     # verbs of the command line, by their module
     "cases", "demo", "exec_", "login", "logout",
-    # attributes that a library reads: tarfile, sqlite3, uvicorn, enum, numba and CuPy
-    "linkname", "isolation_level", "should_exit", "_value_", "__cuda_array_interface__",
+    # attributes that a library reads: tarfile, sqlite3, socketserver, uvicorn, enum, numba and CuPy
+    "linkname", "isolation_level", "address_family", "should_exit", "_value_", "__cuda_array_interface__",
     # attributes that pydantic reads as fields of a document
     "restored_from", "lost_commits", "promoted",
 }  # fmt: skip

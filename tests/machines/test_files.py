@@ -86,8 +86,28 @@ for _ in range(20):
     total = mine
 hosts = [None] * dist.get_world_size()
 dist.all_gather_object(hosts, socket.gethostname())
+from rota.train.ps.clocks import Rule
+from rota.train.sync import PsSync
+
+torch.manual_seed(0)
+net = torch.nn.Linear(3, 2)
+agree = PsSync(Rule(mode="ps_sync"), 4, dist.group.WORLD)
+agree.attach(net)
+other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+other.module.load_state_dict(net.state_dict())
+optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other)]
+for step in range(5):
+    for one in (net, other):
+        one(torch.full((1, 3), float(rank + step))).sum().sin().backward()
+    agree.update(optimizers[0])
+    optimizers[1].step()
+    for one in optimizers:
+        one.zero_grad()
+apart = max(float((a - b).abs().max()) for a, b in zip(net.parameters(), other.module.parameters()))
 if rank == 0:
-    print("RESULT", json.dumps({"sum": total.item(), "hosts": hosts, "address": os.environ["MASTER_ADDR"]}), flush=True)
+    found = {"sum": total.item(), "hosts": hosts, "address": os.environ["MASTER_ADDR"]}
+    print("RESULT", json.dumps({**found, "apart": apart, "servers": agree.client.addresses}), flush=True)
+agree.close()
 dist.destroy_process_group()
 """
 
@@ -208,7 +228,10 @@ roles:
     (found,) = [json.loads(line.split("RESULT ")[1]) for line in lines.splitlines() if "RESULT " in line]
     assert found["sum"] == 10.0
     assert sorted(found["hosts"]) == ["m0", "m0", "m1", "m1"]
-    assert found["address"] in {one.address for one in over_two.machines}
+    addresses = {one.address for one in over_two.machines}
+    assert found["address"] in addresses
+    assert found["apart"] < 1e-6, "parameter servers on both machines agree as all-reduce does"
+    assert {one.rpartition(":")[0] for one in found["servers"]} == addresses
 
 
 @long

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 import struct
 import threading
@@ -34,6 +36,12 @@ def servers(n: int, gone_s: float = 0.3, **rule: Any) -> Iterator[tuple[list[PsS
     finally:
         for one in made:
             one.close()
+
+
+def place(addresses: list[str]) -> tuple[str, int]:
+    """Host and port of the first."""
+    host, _, port = addresses[0].rpartition(":")
+    return host, int(port)
 
 
 def together(work: Callable[[int], Any], n: int) -> list[Any]:
@@ -236,6 +244,49 @@ def test_a_stranger_gets_no_memory_and_no_time(monkeypatch: pytest.MonkeyPatch) 
             with socket.create_connection((host, int(port)), timeout=5) as line:
                 line.sendall(said)
                 assert line.recv(1) == b"", "the server hangs up"
+
+
+def test_frames_that_are_none_end_their_connection_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(0)
+    head = {"token": "s", "worker": 0, "arrays": [["a", "<f4", [2, 3]]]}
+    good = json.dumps(head).encode()
+    odd = (b"[]", b"7", b"{}", b'{"arrays": 3}', b'{"arrays": [[1]]}', b"[" * 60_000, b"\xff\xfe")
+    shapes = ("[-1]", "[-2, -3]", '["x"]', "[1e300]", "[99999999999999]", "null", "[[]]", "{}")
+    heads = [b'{"token": "s", "worker": 0, "arrays": [["a", "<f4", %s]]}' % one.encode() for one in shapes]
+    heads += [
+        b'{"token": "s", "worker": 0, "arrays": [["a", "%s", [1]]]}' % one
+        for one in (b"O", b"V9999999999", b"<f4,", b"M8[")
+    ]
+    heads += [json.dumps({**head, "arrays": [], "worker": one}).encode() for one in ("a", None, [], 1.5)]
+    heads += [bytes(rng.choice((byte, rng.randrange(256))) for byte in good) for _ in range(300)]
+    with servers(1, mode="ps_async") as (_, addresses):
+        client = PsClient(addresses, 0, token="s")
+        for text in (*odd, *heads):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                ours.sendall(struct.pack("<IQ", len(text), 24) + text + bytes(24))
+                with contextlib.suppress(BadInput):
+                    server.receive(theirs)
+            with socket.create_connection(place(addresses), timeout=5) as line:
+                line.sendall(struct.pack("<IQ", len(text), 0) + text)
+                line.shutdown(socket.SHUT_WR)
+                assert line.recv(1) == b"", "the server hangs up"
+        assert client.wait_turn() == 0, "and serves its workers"
+    assert capfd.readouterr().err == "", "no thread ended with a traceback"
+
+
+def test_strangers_take_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STRANGERS_MAX", 3)
+    with servers(1, mode="ps_async") as (_, addresses), contextlib.ExitStack() as opened:
+        lines = [opened.enter_context(socket.create_connection(place(addresses), timeout=5)) for _ in range(4)]
+        assert lines[3].recv(1) == b"", "the fourth is closed at once"
+        lines[0].close()
+        assert PsClient(addresses, 0, token="s").wait_turn() == 0
+
+
+def test_without_a_token_it_listens_on_loopback_alone() -> None:
+    with pytest.raises(BadInput, match="the spec has no token"):
+        PsServer(ServerSpec(rule=Rule(mode="ps_async"))).serve("0.0.0.0")
 
 
 def test_a_server_that_ends_waits_for_the_workers_to_hang_up() -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from rota.runtime import environ
-from rota.runtime.process import boot_id
+from rota.runtime.node import NODE_ADDRESS, machine_identity
 from rota.runtime.random import SystemRandom
 from rota.spec.errors import BadInput
 from rota.train import compress
@@ -171,9 +171,9 @@ class LocalSgd(Synchroniser):
 class PsSync(Synchroniser):
     """Weights live on parameter servers, which the first ``servers`` ranks host; each update is push, turn, pull.
 
-    The ranks are of one machine. The optimizer is read once for its kind and rate (SGD, Adagrad or Adam without decay
-    and momentum) and runs on the servers in fp32; a rate that changes later is refused. In ps_async and ps_ssp each
-    push is applied by itself, so the rate is that of one replica.
+    The optimizer is read once for its kind and rate (SGD, Adagrad or Adam without decay and momentum) and runs on the
+    servers in fp32; a rate that changes later is refused. In ps_async and ps_ssp each push is applied by itself, so the
+    rate is that of one replica. Over several machines the servers listen where a job reaches their node.
     """
 
     reduces = False
@@ -212,20 +212,22 @@ class PsSync(Synchroniser):
         chosen = row_optimizer(optimizer)
         tokens = [""] * size
         dist.all_gather_object(tokens, SystemRandom().new_id(), group=self._group)
+        hosts = [("", "")] * size
+        dist.all_gather_object(hosts, (environ.get(NODE_ADDRESS, ""), machine_identity()), group=self._group)
+        machines = len({machine for _, machine in hosts})
+        if machines > 1 and not all(host for host, _ in hosts):
+            text = f"sync.mode: {self._rule.mode} on {machines} machines, and {NODE_ADDRESS} is not set on all"
+            raise BadInput(text, hint="run it as a job, or set that to the address at which others reach the machine")
         address = ""
         if rank < self._servers:
             self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=tokens[0]))
             if self._kept:
                 self._server.restore(self._kept)
-            address = self._server.serve()
-        places = [("", "")] * size
-        dist.all_gather_object(places, (address, boot_id()), group=self._group)
-        if (machines := len({boot for _, boot in places})) > 1:
-            self._end_server()
-            text = f"sync.mode: {self._rule.mode} on {machines} machines: the servers of a plan are reached on one only"
-            raise BadInput(text, hint="use another mode, or run PsServer as a role of the job")
+            address = self._server.serve(hosts[rank][0] if machines > 1 else "127.0.0.1")
+        places = [""] * size
+        dist.all_gather_object(places, address, group=self._group)
         self._lr = chosen.lr
-        self.client = client = PsClient([one for one, _ in places[: self._servers]], rank, token=tokens[0])
+        self.client = client = PsClient(places[: self._servers], rank, token=tokens[0])
         dist.barrier(group=self._group)  # all have joined before anybody pushes
         client.offer_dense(_array(_flat(self._weights)))
         client.wait_turn(TURN_S, dense=True)

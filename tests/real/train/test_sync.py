@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,16 @@ def every_way(rank: int, size: int) -> dict[str, Any]:
     assert ssp.client is not None
     found["ssp lead"] = max(one["lead_max"] for one in ssp.client.stats())
     ssp.close()
-    sync.boot_id = lambda: f"machine {rank // 2}"
+    sync.machine_identity = lambda: f"machine {rank // 2}"
     try:
         train(rank, PsSync(Rule(mode="ps_sync"), 2, group), adam)
     except BadInput as error:
         found["refused"] = error.message
+    os.environ["ROTA_NODE_ADDRESS"] = "127.0.0.2"  # as if of one of the machines
+    far = PsSync(Rule(mode="ps_sync"), 2, group)
+    found["ps_sync, machines"] = apart(train(rank, far, adam), plain_adam)
+    assert far.client is not None
+    found["servers at"] = far.client.addresses
     found["hybrid"] = hybrid(rank, size)
     dist.barrier()  # servers live in the first ranks
     return found
@@ -151,7 +157,9 @@ def test_each_way_to_agree_does_what_it_says(train_home: Path) -> None:
         assert found["ps_sync"] <= 1e-6
         assert found["hybrid"] <= 1e-6
         assert 0 < found["bf16"] <= 2e-3
-        assert "ps_sync on 2 machines" in found["refused"]
+        assert "ps_sync on 2 machines, and ROTA_NODE_ADDRESS is not set" in found["refused"]
+        assert found["ps_sync, machines"] <= 1e-6
+        assert {one.rpartition(":")[0] for one in found["servers at"]} == {"127.0.0.2"}
         assert found["ssp learns"] and found["ssp lead"] <= 1
 
 

@@ -48,7 +48,7 @@ class PsClient:
         retry_s: float = 10.0,
         takes_part: bool = True,
     ) -> None:
-        self.worker, self.epoch = worker, epoch
+        self.addresses, self.worker, self.epoch = tuple(addresses), worker, epoch
         self._links = [_Link(address, worker, token, retry_s) for address in addresses]
         self._clocks = [0] * len(self._links)
         self._takes_part = takes_part

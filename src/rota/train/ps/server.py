@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import socket
 import socketserver
 import struct
@@ -35,11 +36,14 @@ from rota.train.ps.clocks import (
 )
 from rota.train.ps.table import SGD, Array, Dense, Floats, Ids, ParameterTable, RowOptimizer, State, TableSpec
 
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
 HELLO_S: Final = 10.0
 """How long a new connection may be silent before it has shown the token."""
+STRANGERS_MAX: Final = 64
+"""Connections that have not shown it yet; of more the next is closed at once."""
 Arrays: TypeAlias = Mapping[str, Array]
 Answer = tuple[Json, Arrays]
 """Head and arrays of a message."""
@@ -258,7 +262,13 @@ class PsServer:
                 self._changed.notify_all()
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Take connections in threads of this process; the address ``host:port``."""
+        """Take connections in threads of this process; the address ``host:port``.
+
+        Raises BadInput for an address that other machines reach when the spec has no token.
+        """
+        if not self.spec.token and host not in LOOPBACK:
+            hint = "give ServerSpec(token=...) and PsClient(token=...) the same secret, or listen at 127.0.0.1"
+            raise BadInput(f"host={host}: other machines reach it, and the spec has no token", hint=hint)
         self._tcp = _Tcp((host, port), self)
         threading.Thread(target=self._tcp.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
         return f"{host}:{self._tcp.server_address[1]}"
@@ -303,8 +313,12 @@ class _Tcp(socketserver.ThreadingTCPServer):
     daemon_threads, allow_reuse_address = True, True
 
     def __init__(self, address: tuple[str, int], server: PsServer) -> None:
-        self.ps = server
+        self.ps, self.strangers = server, threading.Semaphore(STRANGERS_MAX)
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Connection)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return self.strangers.acquire(blocking=False)
 
 
 class _Connection(socketserver.BaseRequestHandler):
@@ -312,16 +326,10 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         server: PsServer = self.server.ps  # type: ignore[attr-defined]  # it is a _Tcp
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worker: int | None = None
         with contextlib.suppress(OSError, BadInput):
             try:
-                self.request.settimeout(HELLO_S)
-                hello, _ = receive(self.request, body_max=0)
-                self.request.settimeout(None)
-                if not hmac.compare_digest(str(hello.get("token")).encode(), server.spec.token.encode()):
-                    return
-                worker = int(hello["worker"])
+                worker = self._greet(server.spec.token)
                 server.linked(worker, 1)
                 while True:
                     head, arrays = receive(self.request)
@@ -333,6 +341,21 @@ class _Connection(socketserver.BaseRequestHandler):
             finally:
                 if worker is not None:
                     server.linked(worker, -1)
+
+    def _greet(self, token: str) -> int:
+        """The number of the worker that shows the token. Raises OSError, BadInput."""
+        try:
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.request.settimeout(HELLO_S)
+            hello, _ = receive(self.request, body_max=0)
+            self.request.settimeout(None)
+            if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
+                raise BadInput("a wrong token")
+            if not isinstance(worker := hello.get("worker"), int):
+                raise BadInput(f"worker={worker!r}: not a number")
+            return worker
+        finally:
+            self.server.strangers.release()  # type: ignore[attr-defined]  # it is a _Tcp
 
 
 _SIZES: Final = struct.Struct("<IQ")
@@ -361,18 +384,26 @@ def receive(link: socket.socket, *, body_max: int = BODY_BYTES_MAX) -> Answer:
     head_bytes, body_bytes = _SIZES.unpack(_exactly(link, _SIZES.size))
     if head_bytes > HEAD_BYTES_MAX or body_bytes > body_max:
         raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")
-    head = json.loads(bytes(_exactly(link, head_bytes)))
-    body = _exactly(link, body_bytes)
+    text, body = bytes(_exactly(link, head_bytes)), _exactly(link, body_bytes)
+    try:
+        head = json.loads(text)
+        shapes = head.pop("arrays")
+        return head, _unpacked(shapes, body)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise BadInput(f"a head of {head_bytes} bytes that is none: {error}") from error
+
+
+def _unpacked(shapes: list[tuple[str, str, list[int]]], body: bytearray) -> Arrays:
     arrays: dict[str, Array] = {}
     at = 0
-    for name, dtype, shape in head.pop("arrays"):
+    for name, dtype, shape in shapes:
         kind = np.dtype(dtype)
-        size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-        if kind.hasobject or at + size > body_bytes:
+        size = kind.itemsize * math.prod(shape)
+        if kind.hasobject or min(shape, default=0) < 0 or not at <= at + size <= len(body):
             raise BadInput(f"array {name!r} of {dtype} {shape} is not in the message")
-        arrays[name] = np.frombuffer(body, kind, size // kind.itemsize, at).reshape(shape)
+        arrays[name] = np.frombuffer(body, kind, math.prod(shape), at).reshape(shape)
         at += size
-    return head, arrays
+    return arrays
 
 
 def _exactly(link: socket.socket, size: int) -> bytearray:

@@ -118,7 +118,15 @@ def test_each_loop_that_waits_has_a_limit_or_says_what_ends_it() -> None:
 def test_nothing_waits_by_a_function_that_may_lose_a_cancellation() -> None:
     """``asyncio.wait_for`` before Python 3.12 swallows a cancellation that comes together with the result."""
     found = [path for path in SOURCES.rglob("*.py") if "asyncio.wait_for(" in path.read_text(encoding="utf-8")]
-    assert found == [], "write: async with asyncio.timeout(...)"
+    assert found == [], "write: async with clock.timeout(...)"
+
+
+def test_the_time_and_the_timers_of_an_event_loop_are_used_in_runtime_alone() -> None:
+    """Elsewhere they come from the clock that the part was given, so that one clock drives everything."""
+    used = re.compile(r"loop(\(\))?\.(time|call_later|call_at)\b")
+    paths = [path for path in SOURCES.rglob("*.py") if used.search(path.read_text(encoding="utf-8"))]
+    found = {str(path.relative_to(SOURCES)) for path in paths}
+    assert {name for name in found if not name.startswith("runtime/")} == set(), "use rota.runtime.clock"
 
 
 def test_each_queue_has_a_size_or_a_reason() -> None:

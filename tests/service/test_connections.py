@@ -17,6 +17,7 @@ import httpx
 import pytest
 from standing import Standing, listening, with_service
 
+from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.service.process.daemon import find_service
 from rota.service.rest import app, connections
@@ -66,6 +67,30 @@ def test_a_body_that_does_not_come_is_a_408_and_the_service_answers_on(
     with_service(tmp_path, test)
 
 
+def test_the_limit_of_a_body_is_one_of_the_clock_of_the_service(tmp_path: Path) -> None:
+    """Time that the event loop does not count, as while the machine was suspended, counts for a body too."""
+
+    class Suspended(SystemClock):
+        slept_s = 0.0
+
+        def monotonic_s(self) -> float:
+            return super().monotonic_s() + self.slept_s
+
+    async def test(service: Standing) -> None:
+        clock = service.app.clock = Suspended()
+        async with listening(service) as http:
+            head = ["POST /api/v1/jobs HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+            reader, writer = await opened(http, *head, "Content-Length: 90", _token(service), "", '{"source')
+            await asyncio.sleep(0.3)  # it waits for the rest
+            clock.slept_s = app.BODY_S
+            writer.write(b'": "')
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            writer.close()
+
+    with_service(tmp_path, test)
+
+
 @pytest.mark.parametrize("sent", [[], ["GET /healthz HTTP/1.1", "Host: 127.0.0.1"], ["GET /healthz HTTP/1.1", ""]])
 def test_a_connection_that_sends_no_whole_request_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[str]
@@ -93,7 +118,7 @@ def test_a_connection_that_sends_no_whole_request_is_closed(
 def test_idle_connections_make_room_and_those_of_known_callers_stay(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         most = 16
-        shared = connections.Connections(most, asyncio.get_running_loop().time)
+        shared = connections.Connections(most, SystemClock())
         async with listening(service, shared) as http:
             follow = ["GET /api/v1/events?follow=true HTTP/1.1", "Host: 127.0.0.1", _token(service), ""]
             stream, stream_out = await opened(http, *follow)

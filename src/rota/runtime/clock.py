@@ -28,8 +28,29 @@ class Clock(Protocol):
         """Wait without blocking the event loop."""
         ...
 
+    def timeout(self, seconds: float | None) -> asyncio.Timeout:
+        """``async with``: raises TimeoutError when its body takes longer; None: no limit."""
+        ...
 
-class SystemClock:
+    def call_later(self, seconds: float, call: Callable[[], object]) -> asyncio.TimerHandle:
+        """Call it from the running event loop, unless the returned timer is cancelled before."""
+        ...
+
+
+class LoopTimers:
+    """Waits and timers of a clock whose time the running event loop keeps."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def timeout(self, seconds: float | None) -> asyncio.Timeout:
+        return asyncio.timeout(seconds)
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, call)
+
+
+class SystemClock(LoopTimers):
     """The real clock of this machine."""
 
     def monotonic_s(self) -> float:
@@ -37,9 +58,6 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 def iso(wall_s: float) -> str:

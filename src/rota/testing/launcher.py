@@ -132,7 +132,7 @@ class SimEngine:
         if self._random(self.faults.reserve_fails_p):
             raise ReserveFailed(f"{reservation.name}: refused by the simulated engine")
         try:
-            async with asyncio.timeout(timeout_s), self._freed:
+            async with self.clock.timeout(timeout_s), self._freed:
                 await self._freed.wait_for(lambda: reservation.name in self.reservations or self._fits(bundles))
                 self.reservations.setdefault(reservation.name, (reservation, tuple(bundles)))
         except TimeoutError:
@@ -178,7 +178,7 @@ class SimEngine:
             self._starting[spec.name] = task
             task.add_done_callback(lambda _: self._starting.pop(spec.name, None))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self.clock.timeout(timeout_s):
                 return (await asyncio.shield(self._starting[spec.name])).handle
         except TimeoutError:
             raise CallTimeout(f"{spec.name}: not started within {timeout_s:.0f} s") from None
@@ -230,7 +230,7 @@ class SimEngine:
         if polite is not None and not process.hung:
             process.spawn(_method(process.body, Call(method="stop")))
         try:
-            async with asyncio.timeout(grace_s):
+            async with self.clock.timeout(grace_s):
                 await process.gone.wait()
         except TimeoutError:
             self._end(process, signal=9, asked=True)
@@ -288,7 +288,7 @@ class SimEngine:
     async def call(self, to: Handle, call: Call) -> Any:
         """Call a method of a process, or of a service such as a master. Raises as the protocol says."""
         try:
-            async with asyncio.timeout(call.timeout_s):
+            async with self.clock.timeout(call.timeout_s):
                 return await self._call(to.name, call)
         except TimeoutError:
             raise CallTimeout(f"{to.name}.{call.method}: no answer within {call.timeout_s} s") from None

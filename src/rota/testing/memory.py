@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, LoopTimers
 from rota.runtime.event_log.interface import (
     CONTEXTS_KEPT,
     KeptContext,
@@ -21,7 +20,7 @@ from rota.spec.events import Event, Record
 from rota.spec.ids import Epoch, JobId
 
 
-class VirtualClock:
+class VirtualClock(LoopTimers):
     """A clock that moves by ``advance``, or by a virtual event loop.
 
     ``advance`` moves both readings; sleepers wake when their time is reached, in order of their deadline.
@@ -42,9 +41,6 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"time cannot go back by {-seconds} s")
         self._now_s += seconds
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 class MemoryLog:

@@ -507,7 +507,7 @@ class LoopRunner:
         if self._first.acquire(blocking=False):
             return
         try:
-            async with asyncio.timeout(CANCEL_MAX_S):
+            async with self._config.clock.timeout(CANCEL_MAX_S):
                 await self._left.wait()
         except TimeoutError:
             raise StillRunning(f"the loop was cancelled {CANCEL_MAX_S:g} s ago and has not let go") from None

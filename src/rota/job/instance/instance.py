@@ -41,7 +41,7 @@ from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_e
 from rota.job.rpc.client import Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
-from rota.runtime.clock import SystemClock
+from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.event_loop import EventLoopThread
 from rota.runtime.execute import ExecResult, execute_command
@@ -321,11 +321,12 @@ class Instance:
         disk = Unfit(check="disk", reason=Reason.DATA_UNREACHABLE, text=f"one of {names} {late}; check the mount")
         text = f"the devices of this instance, or their driver, {late}; see that it works, drain the node"
         device = Unfit(check="devices", reason=Reason.GPU_LOST, text=text)
-        found = await _in_time(lambda: quick(folders), disk) + await _in_time(self._devices.look, device)
+        clock = config.clock
+        found = await _in_time(clock, lambda: quick(folders), disk) + await _in_time(clock, self._devices.look, device)
         if not found and config.role.fail.check == "full":
             text = f"a product of matrices {late}; drain the node"
             slow = Unfit(check="compute", reason=Reason.NODE_SUSPECT, text=text)
-            found = await _in_time(lambda: compute(len(config.devices)), slow)
+            found = await _in_time(clock, lambda: compute(len(config.devices)), slow)
         if found:
             raise NodeUnfit(found)
 
@@ -353,7 +354,7 @@ class Instance:
         if self._config.spec.run_as:
             await asyncio.to_thread(tenant.remove_shared)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SPANS_WRITE_MAX_S):
+            async with self._config.clock.timeout(SPANS_WRITE_MAX_S):
                 await self._write_spans()
 
     async def _save(self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str) -> Answer:
@@ -408,7 +409,7 @@ class Instance:
                 os._exit(FENCED_EXIT_STATUS)
             self._beat_now.clear()
             try:
-                async with asyncio.timeout(BEAT_S):
+                async with self._config.clock.timeout(BEAT_S):
                     await self._beat_now.wait()
             except TimeoutError:
                 continue
@@ -515,10 +516,10 @@ def open_launcher(place: JobPlace) -> Launcher:
     return opened()
 
 
-async def _in_time(check: Callable[[], list[Unfit]], late: Unfit) -> list[Unfit]:
+async def _in_time(clock: Clock, check: Callable[[], list[Unfit]], late: Unfit) -> list[Unfit]:
     """What a blocking check finds, or that it is ``late``."""
     try:
-        async with asyncio.timeout(CHECK_MAX_S):
+        async with clock.timeout(CHECK_MAX_S):
             return await asyncio.to_thread(check)
     except TimeoutError:
         return [late]

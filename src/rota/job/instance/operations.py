@@ -251,7 +251,7 @@ class ClassRunner:
         if formed is None or formed.active == 0:
             return
         try:
-            async with asyncio.timeout(LET_GO_S):
+            async with self._config.clock.timeout(LET_GO_S):
                 await self._config.user.do(lambda: None)
         except TimeoutError:
             raise StillRunning(f"an operation of epoch {formed.epoch} still runs {LET_GO_S:g} s later") from None

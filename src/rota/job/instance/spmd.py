@@ -530,7 +530,7 @@ async def run_setup(config: InstanceConfig) -> None:
         )
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SETUP_MAX_S):
+                async with config.clock.timeout(SETUP_MAX_S):
                     await child.wait()
         finally:  # at its limit, or when a new epoch begins, which runs it again: what it started must not outlive it
             status = await _end(child, 0.0)

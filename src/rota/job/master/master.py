@@ -210,7 +210,7 @@ class JobMaster:
             await self._emit(emit)
             return
         try:
-            async with asyncio.timeout(POLL_S):
+            async with self._clock.timeout(POLL_S):
                 request = await self._inbox.get()
         except TimeoutError:
             await self._read_log()

@@ -409,7 +409,7 @@ class RpcClient:
         """Exclude the peer until the table has a newer epoch of it, or, when it only refused, for some time."""
         self._down.add((peer.id, peer.epoch))
         if refused:
-            asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)
+            self._clock.call_later(REFUSED_S, lambda: self._forgive(peer))
 
     def _forgive(self, peer: Peer) -> None:
         self._down.discard((peer.id, peer.epoch))
@@ -450,7 +450,7 @@ class RpcClient:
                 return peer
             try:
                 with self.waiting.on(role.name, "ready"):
-                    async with asyncio.timeout(self._left(sending.deadline_s)):
+                    async with self._clock.timeout(self._left(sending.deadline_s)):
                         await changed.wait()
             except TimeoutError:
                 raise self._role_down(role, since_s) from None

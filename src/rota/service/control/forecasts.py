@@ -75,7 +75,7 @@ class Forecasts:
             self.calibration.started(record.job, record.at)
         if self._open and self._due is None:
             rest_s = max(SOON_S, self._rest_s())
-            self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
+            self._due = self._clock.call_later(rest_s, self._play_if_needed)
 
     async def of(self, job: JobId) -> tuple[Estimate, float | None]:
         """When a job that waits would start, and how many seconds ago that was played.

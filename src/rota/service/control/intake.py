@@ -296,7 +296,7 @@ class Intake:
         from rota.service.control.job_plans import PlannedDevices, with_plans  # noqa: PLC0415 - the planner is a fifth of a start of the service
 
         try:
-            async with asyncio.timeout(SEARCH_WAIT_S):
+            async with self._clock.timeout(SEARCH_WAIT_S):
                 await self._searches.acquire()
         except TimeoutError:
             raise LimitExceeded("plans of other jobs are being searched", hint="submit it again later") from None

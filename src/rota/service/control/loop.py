@@ -200,7 +200,7 @@ class ServiceLoop:
         if not self.undecided and self._due_at is not None:
             pause_s = min(pause_s, max(0.0, self._due_at - self.clock.wall_s()))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(pause_s, 0.001)):  # wait_for of Python 3.11 may swallow a cancellation
+            async with self.clock.timeout(max(pause_s, 0.001)):
                 await self._wake.wait()
         self._wake.clear()
 
@@ -408,7 +408,7 @@ class ServiceLoop:
             ends = self._ends
             await self._sweep_ended()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SWEEP_PERIOD_S):
+                async with self.clock.timeout(SWEEP_PERIOD_S):
                     await self._wait_for_end(ends)
 
     async def _wait_for_end(self, ends: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
+from rota.runtime.clock import SystemClock
 from rota.runtime.data_cache import DataFailed, apart, output_refused, url_refused
 from rota.runtime.environ import Home
 from rota.runtime.execute import execute_command
@@ -339,7 +340,7 @@ async def _inspect_with(python: str, spec: JobSpec, workdir: str, wanted: Mappin
     args = {role: spec.role(role).args for role in wanted}
     request = json.dumps({"workdir": workdir, "workloads": wanted, "args": args}).encode()
     try:
-        async with asyncio.timeout(INSPECT_TIMEOUT_S):
+        async with SystemClock().timeout(INSPECT_TIMEOUT_S):
             out, err = await child.communicate(request)
     except TimeoutError:
         return _unread(wanted, f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")

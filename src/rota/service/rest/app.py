@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from functools import cache
@@ -155,13 +154,14 @@ class Guard:
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
         """``receive`` that ends with 413 for a body that is too large, with 408 for one that takes too long."""
         most, limit_s = (LOGIN_BYTES_MAX, LOGIN_S) if scope["path"] == LOGIN else (BODY_BYTES_MAX, BODY_S)
-        until_s = asyncio.get_running_loop().time() + limit_s
+        clock = self._app.clock
+        until_s = clock.monotonic_s() + limit_s
         read, complete = 0, False
 
         async def limited() -> Message:
             nonlocal read, complete
             try:
-                async with asyncio.timeout_at(None if complete else until_s):
+                async with clock.timeout(None if complete else until_s - clock.monotonic_s()):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body did not come within {limit_s:.0f} s") from None

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rota.runtime.clock import Clock, SystemClock
 from rota.spec.codec import JsonObject
 
 HEAD_S = 10.0
@@ -58,11 +59,12 @@ class Connections:
     has one, the new one is refused.
     """
 
-    def __init__(self, most: int, now: Callable[[], float]) -> None:
+    def __init__(self, most: int, clock: Clock) -> None:
+        self.clock = clock
         self.most, self.most_of_address = most, max(1, most // 2)
         self._open: dict[HttpConnection, str] = {}
         self._of: Counter[str] = Counter()
-        self._full = RateLimitedLog(now)
+        self._full = RateLimitedLog(clock.monotonic_s)
 
     def admit(self, one: HttpConnection, address: str) -> bool:
         """Accept a connection, closing another one for it if needed; False when the limit is reached."""
@@ -140,7 +142,7 @@ class HttpConnection(H11Protocol):
 
     def _wait_for_request(self) -> None:
         self._have_request()
-        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._late = self._shared.clock.call_later(HEAD_S, self.transport.abort)
 
     def _have_request(self) -> None:
         if self._late is not None:
@@ -149,14 +151,14 @@ class HttpConnection(H11Protocol):
 
 
 def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Config:
-    """How the service is served; to be called with the event loop running that will serve it.
+    """How the service is served.
 
     Without ``shared`` there may be as many connections as the process has descriptors for.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = max(8, soft - RESERVED_DESCRIPTORS)
     backlog = min(BACKLOG_MAX, free // 4)
-    shared = shared or Connections(min(CONNECTIONS_MAX, free - backlog), asyncio.get_running_loop().time)
+    shared = shared or Connections(min(CONNECTIONS_MAX, free - backlog), SystemClock())
 
     def connection(*args: Any, **named: Any) -> HttpConnection:
         return HttpConnection(shared, *args, **named)
@@ -175,7 +177,7 @@ def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Co
 
 def watch_accepts(loop: asyncio.AbstractEventLoop) -> None:
     """A process without a free descriptor says so in a line a minute: the loop would log thousands of tracebacks."""
-    limited = RateLimitedLog(loop.time)
+    limited = RateLimitedLog(SystemClock().monotonic_s)
 
     def handle(loop: asyncio.AbstractEventLoop, context: JsonObject) -> None:
         error = context.get("exception")

@@ -246,7 +246,7 @@ class Forwards:
 
     async def _connection(self, key: Key, forward: Forward, browser: Streams) -> None:
         try:
-            async with asyncio.timeout(HEAD_S):
+            async with self.clock.timeout(HEAD_S):
                 head = RequestHead.of(await browser[0].readuntil(b"\r\n\r\n"))
             address = str(browser[1].get_extra_info("peername")[0])
             refusal, caller = self._checked(key, head, address)
@@ -293,7 +293,7 @@ class Forwards:
         """A connection to the program where it listens now: a restart of its instance gives it another port."""
         try:
             host, _, port = (await self.find(key)).rpartition(":")
-            async with asyncio.timeout(CONNECT_S):
+            async with self.clock.timeout(CONNECT_S):
                 program = await asyncio.open_connection(host, int(port), limit=HEAD_BYTES_MAX)
         except (OSError, TimeoutError, RotaError):
             return None

@@ -433,7 +433,7 @@ async def _wait_while(on: JobAccess, state: JobState) -> None:
     """Wait until the job has left a state that it leaves by itself; for ``RESUME_WAIT_S`` at most."""
     loop = on.app.loop
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(RESUME_WAIT_S):
+        async with loop.clock.timeout(RESUME_WAIT_S):
             while on.job.state is state and not loop.stopping:
                 await loop.wait_for(loop.installation.number + 1)
 

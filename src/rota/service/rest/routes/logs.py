@@ -301,7 +301,7 @@ async def follow_events(
                 yield frame({}, event="end")
                 return
             try:
-                async with asyncio.timeout(KEEP_ALIVE_S):
+                async with loop.clock.timeout(KEEP_ALIVE_S):
                     await loop.wait_for(loop.installation.number + 1)
             except TimeoutError:
                 yield format_sse_event(comment="alive")

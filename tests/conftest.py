@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ if threading.current_thread() is threading.main_thread():
 UNIT = tuple(Path(__file__).parent / one for one in ("spec", "cluster", "job/core", "tensors/core", "train/plan"))
 """Folders of tests that work with values alone."""
 assert all(folder.is_dir() for folder in UNIT), f"a folder of unit tests was moved: {UNIT}"
+
+
+@pytest.fixture(autouse=True)
+def same_umask() -> Iterator[None]:
+    """What a process of the service sets for itself is not left to the next test."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(autouse=True)

@@ -44,12 +44,13 @@ class Notes(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ScannedBlock:
-    """One block on disk and what its header says (None: never written, or unreadable)."""
+    """One block on disk and what its header says (None: never written, or its checksum is wrong)."""
 
     seg: str
     offset: int
     block: int
     header: BlockHeader | None
+    corrupt: bool = False
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ def scan(segments: Segments, *, dry_run: bool) -> Iterator[ScannedBlock]:
                 try:
                     yield ScannedBlock(seg, index * block, block, BlockHeader.unpack(raw, seg, settled=True))
                 except errors.Corrupt:
-                    yield ScannedBlock(seg, index * block, -block, None)
+                    yield ScannedBlock(seg, index * block, block, None, corrupt=True)
 
 
 def read_notes(folder: Path) -> Notes:
@@ -200,7 +201,7 @@ class _Plan:
         under_way: list[BlockHeader] = []
         for each in found:
             if each.header is None:
-                if each.block < 0:
+                if each.corrupt:
                     self.report.quarantined.append(f"{each.seg}+{each.offset}")
                 continue
             self._found[each.header.version] = each
@@ -332,7 +333,7 @@ class _Plan:
                 segs[each.seg] += 1
             else:
                 segs[each.seg] += 0
-                out.append(("RPUSH", f"{prefix}free:{abs(each.block)}", f"{each.seg} {each.offset}"))
+                out.append(("RPUSH", f"{prefix}free:{each.block}", f"{each.seg} {each.offset}"))
         files = dict(self._space.segments.files())
         now_ms = int(self._space.clock.wall_s() * 1000)
         for seg, used in segs.items():

@@ -171,7 +171,7 @@ def test_equal_jobs_on_one_device_get_equal_turns(count: int, rounds: int) -> No
     result = played([sim(f"j{i}", 1, ROUND_S * rounds) for i in range(count)], 1)
     ends = sorted(run.end_s or 0.0 for run in result.runs.values())
     assert ends == [ROUND_S * (count * (rounds - 1) + i + 1) for i in range(count)]
-    assert Counter(run.attempts for run in result.runs.values()) == {-rounds: count}
+    assert Counter(run.attempts for run in result.runs.values()) == {rounds: count}
     assert result.turns == count * (rounds - 1)
 
 

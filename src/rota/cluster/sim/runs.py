@@ -164,7 +164,7 @@ def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
             first_start_s=run.first_start_s,
             first_work_s=run.first_work_s,
             end_s=run.end_s,
-            attempts=abs(run.attempts),
+            attempts=run.attempts,
             preemptions=run.preemptions,
             lost_gpu_s=run.lost_gpu_s,
             used_gpu_s=run.used_gpu_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,23 @@ PASSES_MAX = 10_000
 """Passes at one instant; more of them mean that decisions undo each other for ever."""
 END, RELEASE, FAIL, ARRIVE, WAKE = range(5)
 """Kinds of events in the order in which those of one instant are taken: what frees devices comes before what asks."""
+
+
+class Due(NamedTuple):
+    """An event that is to come, in the order of the queue of events.
+
+    ``name`` is that of a job or of a node. ``number`` is the plan of an END and the attempt of a RELEASE, void where
+    there is a newer one; of a node it puts the loss before the return.
+    """
+
+    at: float
+    kind: int
+    name: str = ""
+    number: int = 0
+    saved_s: float | None = None
+    """RELEASE: when the job saved to be suspended."""
+    health: Health | None = None
+    """FAIL: that of the node that comes back; None: it goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +169,7 @@ class Simulation:
         self._stops_early = bool(self._to_start)
         self.wall_max_s, self._between_passes = wall_max_s, between_passes
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
-        self.heap: list[tuple[float, int, str, int, object]] = []
+        self.heap: list[Due] = []
         self.wakes: set[float] = set()
         self.measured: dict[JobId, float] = {}
         self._dependents: dict[JobId, list[JobId]] = {}
@@ -176,23 +194,22 @@ class Simulation:
             if row is not None and row.held:
                 self._resume_run(job)
             else:
-                heappush(self.heap, (job.submit_s, ARRIVE, job.ask.id, 0, None))
+                heappush(self.heap, Due(job.submit_s, ARRIVE, job.ask.id))
         for failure in failures:
-            heappush(self.heap, (failure.at_s, FAIL, failure.node, 0, None))
-            heappush(self.heap, (failure.back_s, FAIL, failure.node, 1, Health.HEALTHY))
+            heappush(self.heap, Due(failure.at_s, FAIL, failure.node))
+            heappush(self.heap, Due(failure.back_s, FAIL, failure.node, 1, health=Health.HEALTHY))
 
     def run(self) -> SimResult:
         """Play everything to the end; jobs that wait for ever stay QUEUED. Raises InvariantBroken if time stops."""
         began, passes = self.clock.monotonic_s(), 0
-        while self.heap and self.heap[0][0] <= self.until_s:
-            passes = passes + 1 if self.heap[0][0] == self.now else 0
+        while self.heap and self.heap[0].at <= self.until_s:
+            passes = passes + 1 if self.heap[0].at == self.now else 0
             if passes > PASSES_MAX:
                 raise self.state.broken(f"{PASSES_MAX} passes at {self.now}: jobs are started and stopped in a circle")
-            self._advance(self.heap[0][0])
+            self._advance(self.heap[0].at)
             happened = False
-            while self.heap and self.heap[0][0] == self.now:
-                _, kind, name, attempt, extra = heappop(self.heap)
-                happened = self._happen(kind, name, attempt, extra) or happened
+            while self.heap and self.heap[0].at == self.now:
+                happened = self._happen(heappop(self.heap)) or happened
             if not happened:
                 continue
             self._between_passes()
@@ -217,9 +234,10 @@ class Simulation:
         run.first_start_s = run.started_s = self.now
         run.work_from_s = self.state.jobs[job.ask.id].started_at
         run.gpus = job.ask.shape.gpu_milli / 1000
-        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s - run.done_s), END, job.ask.id, run.plan, None))
+        ends_s = max(self.now, run.work_from_s + job.work_s - run.done_s)
+        heappush(self.heap, Due(ends_s, END, job.ask.id, run.plan))
         if self.state.jobs[job.ask.id].phase == "stopping":
-            heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
+            heappush(self.heap, Due(self.now + job.ask.grace_s, RELEASE, job.ask.id, run.attempts))
 
     def _advance(self, to: float) -> None:
         seconds = to - self.now
@@ -244,21 +262,22 @@ class Simulation:
         rows = [self.state.queues.row.get(queue, -1) for queue in self.state.waiting]
         return float(shares.max() - shares[rows].min())
 
-    def _happen(self, kind: int, name: str, attempt: int, extra: object) -> bool:
+    def _happen(self, due: Due) -> bool:
         """Take one event; False if it concerns an attempt of a job that is over."""
-        if kind == ARRIVE:
-            self._arrive(self.runs[JobId(name)])
-        elif kind in (END, RELEASE):
+        job = JobId(due.name)
+        if due.kind == ARRIVE:
+            self._arrive(self.runs[job])
+        elif due.kind in (END, RELEASE):
             # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
-            run, row = self.runs[JobId(name)], self.state.jobs.get(JobId(name))
-            if row is None or not row.held or attempt != (run.plan if kind == END else run.attempts):
+            run, row = self.runs[job], self.state.jobs.get(job)
+            if row is None or not row.held or due.number != (run.plan if due.kind == END else run.attempts):
                 return False
-            if kind == END:
-                self._end(JobId(name))
+            if due.kind == END:
+                self._end(job)
             else:
-                self._release(JobId(name), extra if isinstance(extra, float) else None)
-        elif kind == FAIL:
-            self._fail(NodeId(name), extra if isinstance(extra, Health) else None)
+                self._release(job, due.saved_s)
+        elif due.kind == FAIL:
+            self._fail(NodeId(due.name), due.health)
         else:
             self.wakes.discard(self.now)
         return True
@@ -301,7 +320,6 @@ class Simulation:
         self._account(run)
         run.end_s = self.now
         self.result.last_s = max(self.result.last_s, self.now)
-        run.attempts = -run.attempts
         self._without_parts(job)
         events.apply(self.state, events.JobGone(job=job), self.now)
         for other in self._dependents.pop(job, ()):
@@ -439,12 +457,12 @@ class Simulation:
         result.turns += reason is Reason.TIME_SLICE
         at = self.now + self.overheads.preempt_delay_s + (self.overheads.checkpoint_s if suspends else 0.0)
         saved_s = self.now + self.overheads.preempt_delay_s if suspends else None
-        heappush(self.heap, (at, RELEASE, job, self.runs[job].attempts, saved_s))
+        heappush(self.heap, Due(at, RELEASE, job, self.runs[job].attempts, saved_s))
 
     def _wake(self, at: float) -> None:
         if at >= self.now and at not in self.wakes:  # at once: the pass had tried enough
             self.wakes.add(at)
-            heappush(self.heap, (at, WAKE, "", 0, None))
+            heappush(self.heap, Due(at, WAKE))
 
     def _start(self, job: JobId, held: Allocations) -> None:
         run, costs = self.runs[job], self.overheads
@@ -467,7 +485,7 @@ class Simulation:
         left = (run.job.work_s - run.done_s) / run.rate
         every = run.job.checkpoint_every_s
         saves = (left // every) * self.overheads.checkpoint_s if every else 0.0
-        heappush(self.heap, (run.work_from_s + left + saves, END, run.job.ask.id, run.plan, None))
+        heappush(self.heap, Due(run.work_from_s + left + saves, END, run.job.ask.id, run.plan))
 
 
 def _shares_of(state: State) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

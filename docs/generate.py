@@ -6,7 +6,9 @@ import ast
 import builtins
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import interfaces
@@ -120,39 +122,80 @@ def page_of_errors() -> str:
     """The exception tree as drawn in the code, then the exceptions of each package below it."""
     drawn = (errors.__doc__ or "").partition("::\n")[2].rstrip()
     lines = ["# Errors", "", "Name, exit status of the command line, HTTP status, code.", "", f"```{drawn}\n```"]
-    lines += ["", "Exceptions of single packages. One whose base is not in the tree is handled inside Rota.", ""]
-    below = _exceptions()
+    lines += [
+        "",
+        "Exceptions of single packages. One without a code is not in the tree: it is handled inside Rota.",
+        "",
+    ]
+    below = exceptions()
+    head = ["| name | base | exit | HTTP | code | meaning |", "|---|---|---|---|---|---|"]
     for package in PACKAGES:
-        rows = [
-            f"| `{name}` | `{base}` | {meaning} |"
-            for name, base, path, meaning in below
-            if path.split("/")[0] == package
-        ]
-        lines += [f"## {package}", "", "| name | base | meaning |", "|---|---|---|", *rows, ""] if rows else []
+        rows = [one.row(below) for one in below.values() if one.package == package and one.name[0] != "_"]
+        lines += [f"## {package}", "", *head, *rows, ""] if rows else []
     return "\n".join(lines)
 
 
-def _exceptions() -> list[tuple[str, str, str, str]]:
-    """Name, base, file and meaning of each exception outside ``spec/errors.py``."""
+@dataclass(frozen=True)
+class Raised:
+    """An exception class as its file declares it; ``own`` are ``code``, ``http`` and ``exit`` where it sets them."""
+
+    name: str
+    bases: list[str]
+    package: str
+    meaning: str
+    own: dict[str, object]
+
+    def row(self, below: Mapping[str, Raised]) -> str:
+        """Its row in the table of its package."""
+        cells = [str(self.find(name, below) or "") for name in ("exit", "http", "code")]
+        cells[2] = cells[2] and f"`{cells[2]}`"
+        return (
+            f"| `{self.name}` | {', '.join(f'`{one}`' for one in self.bases)} | {' | '.join(cells)} | {self.meaning} |"
+        )
+
+    def find(self, name: str, below: Mapping[str, Raised]) -> object:
+        """An attribute, its own or that of the nearest base which sets it; None for one outside the tree."""
+        bases = [below.get(one) or vars(errors).get(one) for one in self.bases]
+        of_bases = (one.find(name, below) if isinstance(one, Raised) else getattr(one, name, None) for one in bases)
+        return self.own.get(name) or next(filter(None, of_bases), None)
+
+
+@cache
+def exceptions() -> dict[str, Raised]:
+    """Each exception outside ``spec/errors.py``, by name."""
     known = {
-        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
-    }
-    known |= {
-        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)
+        name
+        for name, value in (*vars(builtins).items(), *vars(errors).items())
+        if isinstance(value, type) and issubclass(value, BaseException)
     }
     classes = [
-        (node.name, base, str(path.relative_to(SOURCE)), (ast.get_docstring(node) or "").partition("\n\n")[0])
+        Raised(
+            node.name,
+            [ast.unparse(one).rpartition(".")[2] for one in node.bases],
+            path.relative_to(SOURCE).parts[0],
+            " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()),
+            _own(node),
+        )
         for path in sorted(SOURCE.rglob("*.py"))
         if path != SOURCE / "spec" / "errors.py"
         for node in _classes(path.read_text(encoding="utf-8"))
-        for base in [ast.unparse(one).rpartition(".")[2] for one in node.bases]
     ]
     size = 0
     while size != len(known):  # until no class below one of those is new
         size = len(known)
-        known |= {name for name, base, _, _ in classes if base in known}
-    found = {name: (name, base, path, " ".join(text.split())) for name, base, path, text in classes if base in known}
-    return [found[name] for name in sorted(found) if not name.startswith("_")]
+        known |= {one.name for one in classes if known.intersection(one.bases)}
+    return {one.name: one for one in sorted(classes, key=lambda one: one.name) if known.intersection(one.bases)}
+
+
+def _own(node: ast.ClassDef) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for one in node.body:
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]).strip("()").split(", ")[0] == "code":
+            values = ast.literal_eval(one.value)
+            found = dict(
+                zip(("code", "http", "exit"), values if isinstance(values, tuple) else (values,), strict=False)
+            )
+    return found
 
 
 def _classes(text: str) -> list[ast.ClassDef]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from generate import PAGES, PARTS, TYPES, page_with_parts
+from generate import PAGES, PARTS, TYPES, exceptions, page_of_errors, page_with_parts
 from interfaces import EXITS, page_of_commands, page_of_exits, page_of_job_file
 from typescript import types_of
 
+from rota.cluster.sim.traces import TraceError
 from rota.service.cli.app import VERBS, verb_function
 from rota.service.cli.completion import flags_of
 from rota.service.http import BY_CODE
 from rota.service.jobfile.models import FailPart, JobPart, ResourcesPart, RolePart
+from rota.tensors.errors import NotFound, StaleEpoch
+from rota.train.ps.client import ServerLost
+from rota.train.ps.table import TableFull
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +42,14 @@ def test_every_exit_status_has_a_line() -> None:
     page = page_of_exits()
     assert {cls.exit for cls in BY_CODE.values()} <= {status for status, _ in EXITS}
     assert "| 4 | " in page and "`INFEASIBLE`" in page
+
+
+def test_every_error_of_every_package_is_below_a_leaf_of_the_tree_with_its_codes_on_the_page() -> None:
+    found, page = exceptions(), page_of_errors()
+    assert not [one for one in found.values() if "RotaError" in one.bases]
+    for cls in (ServerLost, TableFull, StaleEpoch, NotFound, TraceError):  # as classes have them
+        row = found[cls.__name__].row(found)
+        assert f"| {cls.exit} | {cls.http} | `{cls.code}` |" in row and row in page
 
 
 @pytest.mark.parametrize("path", PAGES)

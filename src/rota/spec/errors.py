@@ -31,6 +31,7 @@
     |   +-- BadLoss                 1  502  NAN_LOSS           a commit reports a loss that is not a number
     |   +-- RolledBack              1  502  ROLLED_BACK        the job went back to a commit; re-enter from there
     +-- TensorError                 1  500  TENSOR_ERROR       subclasses: see rota.tensors.errors
+    +-- TrainError                  1  500  TRAIN_ERROR        subclasses: in rota.train.ps and rota.train.shm
 """
 
 from __future__ import annotations
@@ -251,6 +252,12 @@ class TensorError(RotaError):
     """Root of the tensor store's errors; the leaves are in ``rota.tensors.errors``."""
 
     code = "TENSOR_ERROR"
+
+
+class TrainError(RotaError):
+    """Root of the errors of a training group: of its parameter servers, and of its ranks on one machine."""
+
+    code = "TRAIN_ERROR"
 
 
 def did_you_mean(word: str, known: Iterable[str], parts: Mapping[str, str] = MappingProxyType({})) -> str:

@@ -34,7 +34,7 @@ from rota import tensors
 from rota.runtime import process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.random import SystemRandom
-from rota.spec.errors import RotaError
+from rota.spec.errors import RotaError, TrainError
 
 CHUNK_BYTES: Final = 512 * 1024
 """Bytes of one slot: four buffers of two ranks stay in the last-level cache."""
@@ -56,16 +56,16 @@ Take = Callable[[int, list[torch.Tensor]], object]
 """Reads round i from the slots of all ranks."""
 
 
-class PeerLost(RotaError):
+class PeerLost(TrainError):
     """A rank of the group died or did not come in time; fields: rank, operation, sequence. The group is of no use."""
 
-    code = "PEER_LOST"
+    code, http = "PEER_LOST", 503
 
 
-class CollectiveMismatch(RotaError):
+class CollectiveMismatch(TrainError):
     """Two ranks are in different collectives; fields: rank, operation, peer, peer_operation."""
 
-    code = "COLLECTIVE_MISMATCH"
+    code, http = "COLLECTIVE_MISMATCH", 409
 
 
 class Arena:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.undo import undone_if_raised
-from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
+from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut, TrainError
 from rota.train.plan.hardware import Json
 from rota.train.ps.server import Answer, Arrays, ShardStats, receive, send
 from rota.train.ps.table import Floats, Ids, TableFull, dense_range, owners
@@ -24,10 +24,10 @@ _ERRORS: Final[dict[str, type[RotaError]]] = {
 }  # fmt: skip
 
 
-class ServerLost(RotaError):
+class ServerLost(TrainError):
     """A server did not answer within ``retry_s``; field: address. Its state is that of its last snapshot."""
 
-    code = "PS_SERVER_LOST"
+    code, http, exit = "PS_SERVER_LOST", 503, 3
 
 
 class PsClient:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.spec.errors import BadInput, RotaError
+from rota.spec.errors import BadInput, TrainError
 from rota.spec.mixing import GOLDEN, mix64
 
 Floats = NDArray[np.float32]
@@ -27,10 +27,10 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 _GROW: Final = 1024
 
 
-class TableFull(RotaError):
+class TableFull(TrainError):
     """A table would take more than its ``bytes_max``; nothing of the request was done. Fields: table, bytes, limit."""
 
-    code = "PS_TABLE_FULL"
+    code, http = "PS_TABLE_FULL", 507
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def test_drop_leaves_the_rest_out() -> None:
         ({"a": [1, 2], "b": np.zeros(3)}, Shard("dp"), "batch.a has 2 items but batch.b has 3"),
         (7, Shard("dp"), "int cannot be cut along dim 0"),
         ([], Shard("dp"), "the batch is empty"),
-        ([1], Rank(2), "the role has 2 instances"),
+        ([1], Rank(2), "the ranks of this role are 0 to 1"),
     ],
 )
 def test_what_cannot_be_split_says_why(batch: object, rule: Shard | Rank, words: str) -> None:

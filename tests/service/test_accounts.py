@@ -23,6 +23,7 @@ from rota.service.rest.routes import accounts
 from rota.service.webhooks import OWNER
 from rota.spec.errors import BadInput, LimitExceeded
 from rota.spec.events import SecretChanged
+from rota.spec.ids import NAME_RULE
 from rota.spec.states import JobState
 from rota.testing.memory import VirtualClock
 
@@ -615,7 +616,10 @@ def test_a_secret_or_user_of_a_bad_name_touches_no_file(tmp_path: Path, name: st
         for path in (f"/api/v1/secrets/{name}", f"/api/v1/users/{name}"):
             body = {"value": "v", "grants": [{"role": "user"}]}
             body.pop("grants" if "secrets" in path else "value")
-            assert (await service.http.put(path, json=body)).status_code in (404, 405, 422), path
+            refused = await service.http.put(path, json=body)
+            assert refused.status_code in (404, 405, 422), path
+            if refused.status_code == 422 and "users" in path:
+                assert (refused.json()["detail"], refused.json()["hint"]) == (f"user {name!r} is not a name", NAME_RULE)
         assert [one for one in sorted(tmp_path.rglob("*")) if one not in before and "audit.jsonl" not in one.name] == []
 
     with_service(tmp_path, test)
@@ -635,7 +639,7 @@ def test_what_is_not_there_or_not_allowed_is_refused_and_changes_nothing(
         for name in (LOCAL, OWNER):
             body = {"grants": [{"queue": "prod", "role": "user"}]}
             refused = await owner.put(f"/api/v1/users/{name}", json=body)
-            assert refused.status_code == 422 and "are taken" in refused.text, refused.text
+            assert refused.status_code == 422 and f"user '{name}' is a name of Rota's own" in refused.text, refused.text
         for path in ("users/nobody", "webhooks/nothing", "tokens/nothing"):
             assert (await owner.delete(f"/api/v1/{path}")).status_code == 404, path
         for method in ("PUT", "DELETE"):

@@ -169,7 +169,7 @@ def test_a_request_names_a_host_of_ours(auth: Auth, host: str, is_ours: bool) ->
 def test_a_page_of_another_origin_may_not_ask(auth: Auth) -> None:
     assert auth.check(asked(OWN, origin="http://here:7700")).user == LOCAL
     for origin in ("http://here", "http://evil", "null"):
-        with pytest.raises(NotAllowed, match="may not ask"):
+        with pytest.raises(NotAllowed, match="is another site than this service"):
             auth.check(asked(OWN, origin=origin))
 
 

@@ -191,7 +191,7 @@ def test_an_optimizer_that_cannot_step_parts_is_refused_and_one_of_whole_paramet
 def test_weights_that_a_model_lacks_are_not_taken_over() -> None:
     made = parallelize(structures.qwen(), ALONE, optimizer=ADAMW)
     state = made.state_dict()
-    with pytest.raises(BadInput, match=r"this model has no model\.layers\.2\.w and 0 more"):
+    with pytest.raises(BadInput, match=r"this model has no model\.layers\.2\.w \(continue"):
         made.load({**state, "model.layers.2.w": torch.ones(1)})
     with pytest.raises(BadInput, match=r"model\.head\.weight of shape \(13, 16\) has shape \(1, 16\) in it"):
         made.load({**state, "model.head.weight": torch.ones(1, 16)})

@@ -112,8 +112,8 @@ def _part(role: str, field: str, value: Any) -> Any:
         return value
     of, before = (f"{field} of role {role!r}", f"role {role!r}: {field}") if role else (field, field)
     if not isinstance(value, Mapping):
-        hint = "a role, its name, or a mapping" if made is model.Near else f"a mapping, or {made.__name__}(...)"
-        raise BadInput(f"{before}={value!r}", hint=hint)
+        wanted = "a role, its name, or a mapping" if made is model.Near else f"a mapping, or {made.__name__}(...)"
+        raise BadInput(f"{before}={value!r} is not {wanted}")
     names = {name: one for name, one in inspect.signature(make).parameters.items() if one.kind is one.KEYWORD_ONLY}
     _known(of, value, {*_FAIL, *_FAIL_WORDS} if make is Fail else names)
     required = (name for name, one in names.items() if one.default is one.empty)
@@ -133,7 +133,7 @@ def _replicas(role: str, word: str, value: Any) -> Replicas:
         value = value.get("min", 1), value.get("max", value.get("min", 1))
     numbers = tuple(value) if isinstance(value, list | tuple) else (value, value)
     if len(numbers) != 2 or any(type(one) is not int for one in numbers):
-        raise BadInput(f"role {role!r}: {word}={given!r}", hint="a number, or (min, max)")
+        raise BadInput(f"role {role!r}: {word}={given!r} is not a number, or (min, max)")
     return value if isinstance(value, int) else numbers
 
 
@@ -273,7 +273,7 @@ def Fail(
 def _listed(field: str, value: str | Sequence[str]) -> tuple[str, ...]:
     parts = value.split("|") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise BadInput(f"{field}={value!r}", hint="a list, or a text with | between")
+        raise BadInput(f"{field}={value!r} is not a list of names, or a text of them with | between")
     return tuple(part.strip() for part in parts if part.strip())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rota.runtime.environ import PRIVATE_DIR, Home
 from rota.runtime.process import write_private
 from rota.spec.errors import BadInput, UnknownName
-from rota.spec.ids import NAME_PATTERN
+from rota.spec.ids import NAME_PATTERN, NAME_RULE
 
 if TYPE_CHECKING:
     from cryptography.fernet import Fernet
@@ -45,7 +45,7 @@ class Vault:
         if not value:
             raise BadInput(f"secret {name}: the value is empty", hint=f"rota secret set {name} < FILE")
         if "\0" in value:
-            raise BadInput(f"secret {name}: the value has a zero byte")
+            raise BadInput(f"secret {name}: the value has a zero byte", hint="no variable can hold one: encode it")
         if (count := len(value.encode())) > VALUE_BYTES_MAX:
             raise BadInput(f"secret {name}: the value has {count} bytes, at most {VALUE_BYTES_MAX} are kept")
         path = self._path(owner, name)
@@ -89,7 +89,7 @@ class Vault:
 
     def _path(self, owner: str, name: str) -> Path:
         if not NAME_PATTERN.match(owner):
-            raise BadInput(f"user {owner!r} is not a name")
+            raise BadInput(f"user {owner!r} is not a name", hint=NAME_RULE)
         if not SECRET_NAME.match(name):
             raise BadInput(f"secret {name!r} cannot name a variable", hint="a letter, then letters, digits and '_'")
         return self._root / owner / name

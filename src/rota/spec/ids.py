@@ -15,6 +15,7 @@ GangId = NewType("GangId", str)
 Epoch = NewType("Epoch", int)
 
 NAME_PATTERN = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}$")
+NAME_RULE = "a name is a letter, then up to 62 letters, digits, '_', '.', '-'"
 
 
 @dataclass(frozen=True, slots=True, order=True)

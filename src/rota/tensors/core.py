@@ -113,9 +113,9 @@ def check_count(what: str, value: int, least: int, most: int = STEP_MAX) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise BadInput(f"{what}={value!r}: a whole number") from None
+        raise BadInput(f"{what}={value!r} is not a whole number") from None
     if not least <= number <= most:
-        raise BadInput(f"{what}={number}: {least} to {most}")
+        raise BadInput(f"{what}={number} is not in {least} to {most}")
     return number
 
 
@@ -128,7 +128,7 @@ def check_only(what: str, value: str, only: str, remedy: str) -> None:
 def count_of(what: str, text: str, least: int, most: int) -> int:
     """The whole number that a setting writes. Raises BadInput as ``check_count``."""
     if not text.isdecimal():
-        raise BadInput(f"{what}={text!r}: a whole number, {least} to {most}")
+        raise BadInput(f"{what}={text!r} is not a whole number, {least} to {most}")
     return check_count(what, int(text), least, most)
 
 
@@ -139,7 +139,7 @@ def check_seconds(what: str, value: float) -> float:
             return value
     except TypeError:
         pass
-    raise BadInput(f"{what}={value!r}: a number of seconds")
+    raise BadInput(f"{what}={value!r} is not a number of seconds")
 
 
 def check_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def check_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
     try:
         return tuple(operator.index(size) for size in ((shape,) if isinstance(shape, int) else shape))
     except TypeError:
-        raise BadInput(f"shape={shape!r}: whole numbers") from None
+        raise BadInput(f"shape={shape!r} is not whole numbers") from None
 
 
 def check_name(name: str) -> str:

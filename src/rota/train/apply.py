@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rota.runtime.clock import SystemClock
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, first_of
 from rota.train.batch import IGNORED as IGNORED
 from rota.train.batch import (
     Inputs,
@@ -83,6 +83,8 @@ from rota.train.structure.stages import INPUTS
 from rota.train.sync import Synchroniser, synchroniser
 
 log = logging.getLogger(__name__)
+
+SAME_PLAN = "continue with the model and the plan whose state_dict it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,13 +438,13 @@ class Parallel:
         weights in it that this model does not have or has in another shape."""
         own = self.state_dict()
         if unknown := [name for name in tensors if name.startswith("model.") and name not in own]:
-            raise BadInput(f"load: this model has no {unknown[0]} and {len(unknown) - 1} more")
+            raise BadInput(f"load: this model has no {first_of(unknown, 1)}", hint=SAME_PLAN)
         if missing := [name for name in own if name not in tensors]:
-            raise BadInput(f"load: {missing[0]} and {len(missing) - 1} more are not in it")
+            raise BadInput(f"load: what is given has no {first_of(missing, 1)}", hint=SAME_PLAN)
         shapes = {name: (tuple(local(one).shape), tuple(local(tensors[name]).shape)) for name, one in own.items()}
         if unlike := [name for name, (here, there) in shapes.items() if here != there]:
             here, there = shapes[unlike[0]]
-            raise BadInput(f"load: {unlike[0]} of shape {here} has shape {there} in it")
+            raise BadInput(f"load: {unlike[0]} of shape {here} has shape {there} in it", hint=SAME_PLAN)
         with torch.no_grad():
             for name, tensor in own.items():
                 local(tensor).copy_(local(tensors[name]))

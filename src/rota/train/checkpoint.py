@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -149,10 +149,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with (
-            suppress(OSError, RuntimeError) if kind else nullcontext()
-        ):  # the error that ended training is the one raised
+        try:
             self.close()
+        except (OSError, RuntimeError):
+            if kind is None:  # else the error that ended training is the one raised
+                raise
 
     def find(self) -> SavedCheckpoint | None:
         """The newest checkpoint whose files are all as the manifest says; all ranks get the same. None in a folder
@@ -174,8 +175,11 @@ class Checkpoints:
         reader = FileSystemReader(found.path)
         saved = reader.read_metadata().state_dict_metadata
         shares = self._gather(lambda: (list(tensors), _unlike(saved, tensors)))
-        for fault in (fault for _, faults in shares for fault in faults):
-            raise BadInput(f"checkpoint {found.path.name}: {fault}")
+        if faults := [fault for _, share in shares for fault in share]:
+            raise BadInput(
+                f"checkpoint {found.path.name}: {first_of(faults, 1)}",
+                hint="build the model that the checkpoint was written from, or give an empty folder",
+            )
         wanted = {name for names, _ in shares for name in names}
         if unknown := sorted(name for name in saved if name.startswith("model.") and name not in wanted):
             raise BadInput(
@@ -454,7 +458,7 @@ class MemoryCheckpoints:
         unlike = [name for name, one in tensors.items() if kept.get(name) != tuple(local(one).shape)]
         if unlike := unlike + [name for name in kept if name.startswith("model.") and name not in tensors]:
             raise BadInput(
-                f"memory: the copy of step {held.step} is of another model: {unlike[0]} and {len(unlike) - 1} more",
+                f"memory: the copy of step {held.step} is of another model: {first_of(unlike, 1)}",
                 hint="give the run another name, fit(memory=...), or build the model that was copied",
             )
         with torch.no_grad():

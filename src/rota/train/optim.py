@@ -447,7 +447,8 @@ def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[
     if all(group == alike[str(group.get(OPTIONS, ""))] for group in groups):
         groups = [alike[str(group.get(OPTIONS, ""))] for group in optimizer.param_groups]
     if len(groups) != len(optimizer.param_groups):
-        raise BadInput(f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
+        text = f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}"
+        raise BadInput(text, hint="continue with the same optimizer and per_parameter")
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         for key, value in given.items():
             if key not in ("foreach", "fused"):

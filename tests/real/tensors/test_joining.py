@@ -64,7 +64,7 @@ def fill(folder: Path) -> None:
         ("ROTA_SHM_DIR", "/proc/nope", "/proc/nope"),
         ("ROTA_SHM_DIR", "shm", "ROTA_SHM_DIR='shm': an absolute folder"),
         ("ROTA_SPILL_DIR", "/proc/nope", "/proc/nope"),
-        ("ROTA_EPOCH", "last", "ROTA_EPOCH='last': a whole number"),
+        ("ROTA_EPOCH", "last", "ROTA_EPOCH='last' is not a whole number"),
         ("ROTA_JOB", "a b", "label 'a b'"),
         ("ROTA_TENSORS_COPY_THREADS", "many", "ROTA_TENSORS_COPY_THREADS='many'"),
     ],

@@ -100,7 +100,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.create("w", (1,), None).__enter__(), errors.UnsupportedTensor, "dtype None"),
     (lambda p: p.create("w", (1 << 40, 1 << 40), "float32").__enter__(), BadInput, "the limit is"),
     (lambda p: p.create("w", (2, -1), "float32").__enter__(), BadInput, "negative dimension -1"),
-    (lambda p: p.create("w", (1.5,), "float32").__enter__(), BadInput, r"shape=\(1.5,\): whole numbers"),
+    (lambda p: p.create("w", (1.5,), "float32").__enter__(), BadInput, r"shape=\(1.5,\) is not whole numbers"),
     (lambda p: p.create("w", (1,), "float32", as_="jax").__enter__(), BadInput, "as_='jax': torch or numpy"),
     (lambda p: p.put("../w", FOUR), BadInput, r"\.\./w"),
     (lambda p: p.put("a/./w", FOUR), BadInput, r"no level may be"),
@@ -110,7 +110,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.put("a\udc80", FOUR), BadInput, "text"),
     (lambda p: p.put(None, FOUR), BadInput, "tensor name None: a name is text"),  # type: ignore[arg-type]
     (lambda p: p.get(3), errors.NotFound, "no tensor is named 3"),  # type: ignore[arg-type]
-    (lambda p: p.put("w", FOUR, step=1.5), BadInput, "step=1.5: a whole number"),  # type: ignore[arg-type]
+    (lambda p: p.put("w", FOUR, step=1.5), BadInput, "step=1.5 is not a whole number"),  # type: ignore[arg-type]
     (lambda p: p.put("w", FOUR, step=1 << 60), BadInput, "step=1152921504606846976"),
     (lambda p: p.put("w", FOUR, epoch=-1), BadInput, "epoch=-1"),
     (lambda p: p.put("w", FOUR, epoch=1 << 40), BadInput, "epoch=1099511627776"),
@@ -128,7 +128,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.publish_group("g", {}, lag_max=-1), BadInput, "lag_max=-1"),
     (lambda p: p.get("w", version=1, min_step=2), BadInput, "give one of"),
     (lambda p: p.get("w", min_step="x"), BadInput, "min_step='x'"),  # type: ignore[arg-type]
-    (lambda p: p.get("w", wait_s=math.nan), BadInput, "wait_s=nan: a number of seconds"),
+    (lambda p: p.get("w", wait_s=math.nan), BadInput, "wait_s=nan is not a number of seconds"),
     (lambda p: p.get("w", wait_s="x"), BadInput, "wait_s='x'"),  # type: ignore[arg-type]
     (lambda p: p.get_many("abc"), BadInput, "an iterable of names"),
     (lambda p: p.limit(-1), BadInput, "bytes_max=-1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -72,7 +73,11 @@ def test_what_is_missing_in_a_profile_is_named() -> None:
     ):
         with pytest.raises(BadInput, match=message):
             from_galvatron(files, SEVEN_B)
-    with pytest.raises(BadInput, match="'networks'"):
-        hardware_from_any({name: one for name, one in CALCULON.items() if name != "networks"})
+    for wrong, said in (
+        ({name: one for name, one in CALCULON.items() if name != "networks"}, "has no 'networks' (needed are"),
+        ({**CALCULON, "networks": [{"size": "x"}]}, "has a value of another form: invalid literal for int() with"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(f"hardware: the Calculon system {said}")):
+            hardware_from_any(wrong)
     with pytest.raises(BadInput, match="expected an object, got list"):
         hardware_from_any([])

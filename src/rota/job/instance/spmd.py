@@ -96,7 +96,7 @@ def parse_command(role: RoleSpec, *, in_image: bool = False) -> RankCommand:
     if role.torchrun and not (role.shell and shell_operators(role.run[0])):
         return _torchrun(role, bare=bare, in_image=in_image)
     if not role.shell and not role.run:
-        raise BadInput(f"role {role.name!r}: run is empty")
+        raise BadInput(f"role {role.name!r}: run is empty", hint="give the command, for example run: python train.py")
     if in_image:
         return RankCommand(argv=("/bin/sh", "-c", role.run[0]) if role.shell else role.run, store=role.meshed)
     argv = _shell_line(role.run[0], bare=bare) if role.shell else _words(role.run, bare=bare)

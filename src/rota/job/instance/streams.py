@@ -211,7 +211,9 @@ class Pump:
             if self._failure is not None:
                 raise self._failure
             if self.closed:
-                raise BadInput(f"stream {spec.name} is closed")
+                raise BadInput(
+                    f"stream {spec.name} is closed: nothing can be put into it", hint="put before end_input()"
+                )
             if self.ledger.room(self._batch) > 0:
                 break
             rpc, name = self._streams.rpc, self.ledger.spec.name

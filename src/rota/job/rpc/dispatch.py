@@ -61,7 +61,7 @@ def split(value: object, rule: Send, *, mesh: Mesh, world: int) -> dict[int, Bat
             return dict.fromkeys(range(world), BatchPart(value=value, size=size, real=size))
         case Rank(rank=rank):
             if not 0 <= rank < world:
-                raise BadInput(f"Rank({rank}): the role has {world} instances")
+                raise BadInput(f"Rank({rank}): the ranks of this role are 0 to {world - 1}")
             size = _length_or(value, 1)
             return {rank: BatchPart(value=value, size=size, real=size)}
         case Shard(axis=axis, pad=pad):
@@ -75,7 +75,7 @@ def split(value: object, rule: Send, *, mesh: Mesh, world: int) -> dict[int, Bat
 def _shards(value: object, ways: int, axis: str, pad: str) -> list[BatchPart]:
     total = length(value)
     if total == 0:
-        raise BadInput(f"Shard({axis!r}): the batch is empty")
+        raise BadInput(f"Shard({axis!r}): the batch is empty", hint="send at least one item")
     if total % ways and pad == "none":
         raise BadInput(
             f"Shard({axis!r}): {total} items do not divide over {ways} members",
@@ -83,7 +83,9 @@ def _shards(value: object, ways: int, axis: str, pad: str) -> list[BatchPart]:
         )
     size = total // ways if pad == "drop" else -(-total // ways)
     if size == 0:
-        raise BadInput(f"Shard({axis!r}, pad='drop'): {total} items leave nothing for {ways} members")
+        raise BadInput(
+            f"Shard({axis!r}, pad='drop'): {total} items leave nothing for {ways} members", hint="pad='repeat'"
+        )
     found: list[BatchPart] = []
     for place in range(ways):
         start = place * size

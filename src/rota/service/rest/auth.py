@@ -170,7 +170,7 @@ class Auth:
         """Raises NotAllowed for what a page of another site makes a browser send."""
         origin = asked.headers.get("origin", "")
         if origin and urlsplit(origin).netloc != asked.headers.get("host", ""):
-            raise NotAllowed(f"origin {origin!r} may not ask this service")
+            raise NotAllowed(f"origin {origin!r} is another site than this service", hint="use the page of 'rota ui'")
 
     def _check_session(self, asked: AuthRequest) -> Caller:
         signed, _, signature = asked.cookie.rpartition(".")
@@ -181,7 +181,7 @@ class Auth:
         if int(expires) < self.clock.wall_s() or made is None:
             raise NoToken("the session has ended", hint="open the page anew: rota ui")
         if asked.method not in SAFE_METHODS and not asked.headers.get(CSRF_HEADER):
-            raise NotAllowed(f"a change from a page needs the header {CSRF_HEADER}")
+            raise NotAllowed(f"a change from a page needs the header {CSRF_HEADER}", hint=f"send {CSRF_HEADER}: 1")
         return self.accounts.caller(made, by="cookie")
 
     def new_code(self, caller: Caller) -> str:

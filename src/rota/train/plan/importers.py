@@ -55,6 +55,10 @@ CALCULON = {
 CALCULON_VOCAB = 51200
 """Files of Calculon have no vocabulary; this is that of the models of Narayanan et al., "Efficient Large-Scale Language
 Model Training on GPU Clusters Using Megatron-LM" (SC'21), section 5."""
+CALCULON_FORM = (
+    "needed are matrix.float16 (gflops or tflops, gflops_efficiency), mem1 (GiB, GBps, MB_efficiency), networks (each "
+    "with size, bandwidth): numbers"
+)
 GATED_ACTIVATIONS = ("silu", "swiglu", "geglu")
 
 
@@ -136,7 +140,8 @@ def _hardware_of_calculon(raw: Json) -> Hardware:
         levels = _levels_of_calculon(raw["networks"])
         gib, gb_s = float(memory["GiB"]), float(memory["GBps"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"hardware: the Calculon system lacks or has a malformed {error}") from error
+        what = f"has no {error}" if isinstance(error, KeyError) else f"has a value of another form: {error}"
+        raise BadInput(f"hardware: the Calculon system {what}", hint=CALCULON_FORM) from error
     return Hardware(
         name="calculon-system",
         provenance="a Calculon system file: matrix units at float16, first memory, networks from the inside out",

@@ -32,7 +32,7 @@ from rota.service.rest.deps import AppState, Asker, Parts
 from rota.service.webhooks import OWNER, without_password
 from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
 from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
-from rota.spec.ids import NAME_PATTERN
+from rota.spec.ids import NAME_PATTERN, NAME_RULE
 
 TTL_MAX_S = 10 * 365 * 86400.0
 GRANTS_MAX = 100
@@ -110,14 +110,18 @@ async def users(app: Parts, caller: Asker) -> Sent[UserList]:
 async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sent[UserDocument]:
     """Set the roles of a user, also for tokens made before; a new name makes a new user."""
     caller.need(UserRole.ADMIN)
-    if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
-        taken = f"{LOCAL} and {OWNER} are taken"
-        raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {taken}")
+    if not NAME_PATTERN.match(name):
+        raise BadInput(f"user {name!r} is not a name", hint=NAME_RULE)
+    if name in (LOCAL, OWNER):
+        raise BadInput(f"user {name!r} is a name of Rota's own", hint="choose another name")
     grants = {one.queue: UserRole.of(one.role) for one in body.grants}
     for queue, role in grants.items():
         _check_queue(app, queue)
         if role is UserRole.ADMIN and queue:
-            raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
+            raise BadInput(
+                f"role admin on queue {queue!r}: an admin is one of the whole installation",
+                hint=f"give queue-admin on {queue}, or admin without a queue",
+            )
     if name not in app.auth.accounts.users:
         await _forget_secrets(app, name)  # what another of that name left
     event = UserChanged(name=name, grants=tuple((path, role.word) for path, role in grants.items()), by=caller.user)

@@ -84,6 +84,20 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
     assert not bad
 
 
+def test_no_two_modules_declare_the_same_constant() -> None:
+    """One imports it from the other. A wait (``_S``) is each module's own, and so is the form of its messages."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in SOURCES:
+        for node in words.tree_of(path).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z][A-Z0-9_]+(?<!_S)", target.id) and node.value:
+                value = ast.unparse(node.value)
+                if not re.match(r"struct\.Struct|\w+$(?<!\d)", value):
+                    found.setdefault((target.id, value), []).append(_name(path))
+    twice = [f"{name} = {value}: {', '.join(there)}" for (name, value), there in found.items() if len(there) > 1]
+    assert not twice, "\n".join(twice)
+
+
 def _dots(word: str) -> list[int]:
     return [found.start() for found in re.finditer(r"\.", word)]
 

@@ -40,10 +40,10 @@ ENDS: dict[str, tuple[str, ...]] = {
         "runtime/ray/pairs.py Checker._serve", "runtime/socket_calls.py CallServer._accept_local",
         "runtime/socket_calls.py CallServer._accept_remote", "runtime/socket_calls.py _accepted",
         "service/rest/forward.py Relay.run", "service/rest/routes/terminals.py _frames",
-        "tensors/messages.py _fill", "train/ps/server.py _exactly",
+        "runtime/frames.py fill",
     ),
     "the time limit of the socket, set where it was made": (
-        "runtime/ray/pairs.py Checker._answer", "runtime/ray/pairs.py _exactly",
+        "runtime/ray/pairs.py Checker._answer",
     ),
     "a limit around it: the handshake's, the deadline of the operation, the fence of an instance without a master": (
         "runtime/handshake.py _run", "job/rpc/client.py RpcClient._until_answered",

@@ -11,7 +11,7 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.capacity import SOCKETS_LABEL, forest_of
+from rota.cluster.core.capacity import forest_of
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived, JobGone, JobHolds, apply
 from rota.cluster.core.jobs import Allocation, Shape, Slot
@@ -20,7 +20,7 @@ from rota.cluster.core.state import DATA_MAX, State
 from rota.cluster.policies import get_profile
 from rota.spec.gang import CellLevel
 from rota.spec.ids import JobId
-from rota.spec.resources import Node
+from rota.spec.resources import SOCKETS_LABEL, Node
 
 SLOTS = st.builds(slot, st.sampled_from([0, 0.25, 0.5, 0.75, 1, 2, 3]), cpus=st.sampled_from([0, 2, 4]))
 

@@ -93,7 +93,8 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_a_pair_is_measured_and_the_key_of_the_check_never_crosses_the_wire() -> None:
-    from rota.runtime.ray.pairs import KEY_BYTES, Checker
+    from rota.runtime.handshake import KEY_BYTES
+    from rota.runtime.ray.pairs import Checker
 
     key = b"k" * KEY_BYTES
     one, other = Checker(key, "127.0.0.1"), Checker(key, "127.0.0.1")

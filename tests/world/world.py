@@ -18,7 +18,7 @@ from rota.cluster.core.preemption import _place_without as place_without
 from rota.cluster.live import Scheduler, SchedulingOutcome
 from rota.cluster.policies.basic import fifo
 from rota.cluster.policies.default import default
-from rota.job.core.context import NO_EPOCH, JobContext
+from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
 from rota.job.core.resize import is_world
@@ -46,7 +46,7 @@ from rota.spec.events import (
     StopAsked,
 )
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.ids import NO_EPOCH, Epoch, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason, final_state

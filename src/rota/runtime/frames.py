@@ -48,6 +48,25 @@ _descriptors = set[int]()
 """Of listening sockets and connections of this process."""
 
 Pickle = Callable[[object], bytes]
+
+
+def fill(link: socket.socket, target: memoryview) -> None:
+    """Receive into all of ``target`` from a blocking socket. Raises OSError, ConnectionError at its end."""
+    done = 0
+    while done < len(target):
+        count = link.recv_into(target[done:], flags=socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("the other side closed the connection")
+        done += count
+
+
+def receive_exactly(link: socket.socket, size: int) -> bytearray:
+    """The next ``size`` bytes of a blocking socket. Raises as ``fill``."""
+    found = bytearray(size)
+    fill(link, memoryview(found))
+    return found
+
+
 """Pickles what the standard library refuses."""
 
 

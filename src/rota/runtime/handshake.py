@@ -30,6 +30,8 @@ from rota import __version__
 
 PROTOCOL: Final = 1
 KEY_BYTES_MIN: Final = 16
+KEY_BYTES: Final = 32
+"""Of a key that Rota draws."""
 HANDSHAKE_S: Final = 5.0
 """A peer that has not finished its handshake by then is refused."""
 FAILURES_MAX: Final = 3

@@ -19,6 +19,7 @@ from pathlib import Path
 from rota.runtime import cache, environ, file_locks, process
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
+from rota.runtime.packages import LINES_SHOWN
 from rota.spec.errors import RotaError
 from rota.spec.resources import format_size
 
@@ -28,7 +29,6 @@ FOLDER = "ROTA_IMAGE_DIR"
 PULL_MAX_S = 3 * 3600.0
 UNUSED_S = 30 * 86_400.0
 """An image that no process has used for this long is removed when another one is unpacked."""
-LINES_SHOWN = 12
 LIMIT = "ROTA_IMAGE_CACHE"
 """Variable of a machine: most bytes of its images, such as ``500GiB``; by default a fifth of its disk."""
 _ASK_S = 60.0

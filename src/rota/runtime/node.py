@@ -19,9 +19,8 @@ import psutil
 
 from rota.runtime import process
 from rota.runtime.devices import DeviceFault, local_devices, local_family
-from rota.runtime.topology import SOCKETS_LABEL
 from rota.spec.ids import NodeId
-from rota.spec.resources import CORES_LABEL, Health, Node
+from rota.spec.resources import CORES_LABEL, SOCKETS_LABEL, Health, Node
 
 LOCAL_HOST = "local"
 CPUS_MIN = 16.0

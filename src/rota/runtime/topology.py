@@ -21,7 +21,6 @@ LABELS: Mapping[str, tuple[str, ...]] = {
 }
 """Labels of Ray's table that say where a machine is, the strongest first; KubeRay passes those of Kubernetes on."""
 FILE = "topology.yaml"
-SOCKETS_LABEL = "rota.sockets"
 IDENTITY = "rota-identity"
 """Label of a machine: its boot and network, which differ between machines of one name."""
 PCI = Path("/sys/bus/pci/devices")

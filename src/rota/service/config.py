@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rota.service.models.cluster import SettingRow
 
 DEFAULT_PORT = 7700
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class OwnSettings(TypedDict):

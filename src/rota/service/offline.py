@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+from rota.spec.codec import API
+
 if TYPE_CHECKING:
     from typing import Unpack
 
@@ -95,9 +97,6 @@ class SimCases(TypedDict):
     passed: int
     failed: int
     cases: list[ReplayedCase]
-
-
-API = "rota/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from rota.runtime.random import RandomSource, SeededRandom
 from rota.service.api import SWEEP_LABELS
 from rota.spec.errors import BadInput
 
-POINTS_MAX = 2_000
+SWEEP_POINTS_MAX = 2_000
 DRAWS_PER_POINT = 100
 """Draws for each sample of a random sweep, until as many different points were found."""
 SWEEP, RUNG, POINT, METRIC = SWEEP_LABELS
@@ -106,8 +106,8 @@ def parse_parameter(text: str, flag: str = "--sweep") -> Parameter:
     whole = not found[1] and re.fullmatch(r"-?\d+", found[2]) and re.fullmatch(r"-?\d+", found[3])
     if not whole:
         return Parameter(name=name, low=low, high=high, log=bool(found[1]))
-    if high - low >= POINTS_MAX:
-        raise BadInput(f"{flag} {text}: more than {POINTS_MAX} values")
+    if high - low >= SWEEP_POINTS_MAX:
+        raise BadInput(f"{flag} {text}: more than {SWEEP_POINTS_MAX} values")
     return Parameter(name=name, values=tuple(str(n) for n in range(int(low), int(high) + 1)))
 
 
@@ -135,8 +135,8 @@ def points(parameters: Sequence[Parameter], samples: int | None, seed: str) -> t
     total = math.inf if ranges else math.prod(len(one.values) for one in parameters)
     if samples is None and ranges:
         raise BadInput(f"--sweep {ranges[0]}: a range of fractions has no last value", hint="add --samples N")
-    if min(total, samples or total) > POINTS_MAX:
-        raise BadInput(f"the sweep has more than {POINTS_MAX} points", hint="add --samples N")
+    if min(total, samples or total) > SWEEP_POINTS_MAX:
+        raise BadInput(f"the sweep has more than {SWEEP_POINTS_MAX} points", hint="add --samples N")
     if samples is None or total <= samples:
         return tuple(dict(zip(names, values)) for values in product(*(one.values for one in parameters)))
     source = SeededRandom(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]))

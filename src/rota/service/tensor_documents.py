@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict, cast
 
 from rota.runtime import environ
 from rota.runtime.redis import server as redis_server
-from rota.spec.codec import JsonObject
+from rota.spec.codec import API, JsonObject
 from rota.spec.errors import BadInput
 from rota.tensors import inspect
 from rota.tensors.api.store import Plane, connect
@@ -15,7 +15,6 @@ from rota.tensors.bridge import Bridge
 from rota.tensors.errors import NotFound
 from rota.tensors.recovery import Recovered
 
-API = "rota/v1"
 NO_REGISTRY = "no tensor registry runs here: nothing is shared"
 
 

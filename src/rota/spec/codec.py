@@ -13,6 +13,8 @@ from typing import Any, Literal, NewType, Self, TypeVar, Union, cast, get_args, 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
 """A JSON object with fields that its reader knows."""
+API = "rota/v1"
+"""The field ``api`` of every document."""
 _AS_IS = frozenset({str, int, float, bool, type(None)})
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from rota.spec.events import JobEvent
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, GangId, InstanceId, NodeId
+from rota.spec.ids import NO_EPOCH, Epoch, GangId, InstanceId, NodeId
 
-NO_EPOCH = Epoch(0)
 FENCED_GRACE_S = 0.5
 """Polite part of stopping what runs under an epoch that is over: nothing it could still save would count."""
 

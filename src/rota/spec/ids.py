@@ -13,9 +13,13 @@ NodeId = NewType("NodeId", str)
 RoleName = NewType("RoleName", str)
 GangId = NewType("GangId", str)
 Epoch = NewType("Epoch", int)
+NO_EPOCH = Epoch(0)
+"""Before the first start."""
 
 NAME_PATTERN = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}$")
 NAME_RULE = "a name is a letter, then up to 62 letters, digits, '_', '.', '-'"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of a machine for itself alone."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -168,6 +168,8 @@ DEVICES_MAX = 160_000
 """Of the largest cluster; a node without devices counts as one."""
 CORES_LABEL = "cores"
 """Node label: how many cores there are, where more than that may be asked because they are shared in time."""
+SOCKETS_LABEL = "rota.sockets"
+"""Node label: into how many equal sockets the devices of the node fall; 1 if absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

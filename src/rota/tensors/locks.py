@@ -144,7 +144,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _IDENTITY_BYTES: Final = 4096
 _WORDS_FIRST: Final = 512
-_WORD: Final = 8
+WORD: Final = 8
 _DIRECT: Final = 1 << 63
 """In a noted version: this lease is known by the note alone, the registry was not asked."""
 _BEGINNING: Final = 1 << 62
@@ -240,7 +240,7 @@ class ClientFile:
 
     def _grow(self, count: int) -> None:
         before = 0 if self._words is None else self._count
-        size = _IDENTITY_BYTES + count * _WORD
+        size = _IDENTITY_BYTES + count * WORD
         with file_errors():
             os.posix_fallocate(self._fd, 0, size)
         if self._words is not None:
@@ -308,7 +308,7 @@ def _versions(words: Sequence[int]) -> list[int]:
 
 
 def _words(raw: bytes) -> list[int]:
-    count = max(len(raw) - _IDENTITY_BYTES, 0) // _WORD
+    count = max(len(raw) - _IDENTITY_BYTES, 0) // WORD
     words = np.frombuffer(raw, np.uint64, count, _IDENTITY_BYTES) if count else np.empty(0, np.uint64)
     return words[words != 0].tolist()
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from rota.runtime.frames import fill, receive_exactly
 from rota.tensors.core import Fields
 
 PURPOSE: Final = "tensors"
@@ -47,7 +48,7 @@ def limit_silence(link: socket.socket, seconds: float = SILENCE_S) -> None:
 
 
 class Broken(ConnectionError):
-    """A connection that ended, or that carried what no tensor server sends."""
+    """A connection that carried what no tensor server sends."""
 
 
 def pack(message: Fields) -> bytes:
@@ -58,11 +59,11 @@ def pack(message: Fields) -> bytes:
 
 def receive(link: socket.socket) -> Fields:
     """The next message. Raises OSError, Broken."""
-    (size,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
+    (size,) = _LENGTH.unpack(receive_exactly(link, _LENGTH.size))
     if size > MESSAGE_BYTES_MAX:
         raise Broken(f"a message of {size} bytes; at most {MESSAGE_BYTES_MAX} are accepted")
     try:
-        found = json.loads(_exactly(link, size))
+        found = json.loads(receive_exactly(link, size))
     except ValueError as error:
         raise Broken(f"a message that is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -138,9 +139,9 @@ def receive_payload(
         total = 0
         for start in range(at, at + size, _PIECE_BYTES):
             piece = target[start : min(start + _PIECE_BYTES, at + size)]
-            _fill(link, piece)
+            fill(link, piece)
             total += checksum(piece)
-        if _exactly(link, SUM_BYTES) != _pack_sum(total):
+        if receive_exactly(link, SUM_BYTES) != _pack_sum(total):
             raise Broken(f"the checksum of {size} bytes from byte {at} on does not match")
         at += size
         done(at)
@@ -160,18 +161,3 @@ def _send_file(link: socket.socket, file: int, at: int, size: int) -> None:
         if not count:
             raise Broken("the file of a segment is shorter than its versions")
         at += count
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _fill(link, memoryview(data))
-    return bytes(data)
-
-
-def _fill(link: socket.socket, target: memoryview) -> None:
-    done = 0
-    while done < len(target):
-        count = link.recv_into(target[done:], flags=socket.MSG_WAITALL)
-        if not count:
-            raise Broken("the connection was closed")
-        done += count

@@ -28,7 +28,7 @@ from rota.tensors.arrays import Bytes, Holder, Layout, TensorSource, source_of, 
 from rota.tensors.core import Json, Tensor
 from rota.tensors.errors import failpoint
 from rota.tensors.leases import HeldBlock
-from rota.tensors.locks import FORK_MARK, LockFile, clients_in, is_alive, shared
+from rota.tensors.locks import FORK_MARK, WORD, LockFile, clients_in, is_alive, shared
 from rota.tensors.namespace import Namespace
 from rota.tensors.reader import TensorReader
 from rota.tensors.registry import PartBlock, ScriptRefused
@@ -46,11 +46,9 @@ from rota.tensors.ring import (
     is_memory,
     words_of,
 )
-from rota.tensors.writer import Life, PublishOrder, TensorWriter, lay_out
+from rota.tensors.writer import MANIFEST_BYTES_MAX, Life, PublishOrder, TensorWriter, lay_out
 
 META_BYTES_MAX: Final = 64 << 10
-_MANIFEST_BYTES_MAX: Final = 32 << 20
-_WORD: Final = 8
 _ENTRIES_MIN: Final = 1024
 _ENTRIES_SHARE: Final = 2
 _BURY_S: Final = 0.1
@@ -105,7 +103,7 @@ class OpenRing:
         leased, held, start = reader.open_block(name)
         self.slot, self.version = leased.slot, leased.version
         raw = _bytes_of(held, start)
-        words = raw[: raw.nbytes // _WORD * _WORD].data.cast("Q")
+        words = raw[: raw.nbytes // WORD * WORD].data.cast("Q")
         self.ring = Ring(words, space.client)
         if not self.ring.sound:
             raise errors.Corrupt(f"{name}: not the table of a channel", file=name, field="mark")
@@ -143,12 +141,12 @@ class OpenRing:
                 words[ROOM_WANTED] = 0
         for word, wanted in ((ITEMS, wake_items), (ROOM, wake_room)):
             if wanted:
-                futex.wake(self._address + _WORD * word)
+                futex.wake(self._address + WORD * word)
 
     def wait(self, word: int, seen: int, limit_s: float) -> None:
         """Wait until a word is not what it was, or the ring is made anew."""
         if limit_s > 0 and self._space.table.current(self.slot) == self.version:
-            futex.wait(self._address + _WORD * word, seen & 0xFFFFFFFF, limit_s)
+            futex.wait(self._address + WORD * word, seen & 0xFFFFFFFF, limit_s)
 
     def bury(self, ring: Ring, *, now: bool = False) -> bool:
         """Undo what dead clients began, looking now and then."""
@@ -232,7 +230,7 @@ class Rings:
         with self._lock_file.locked():
             row = self._space.retry(lambda: self._space.find_row(name))
             if row is None or not row.version:
-                raw = bytearray(words_of(entries) * _WORD)
+                raw = bytearray(words_of(entries) * WORD)
                 clear(memoryview(raw).cast("Q"), entries, int(self._space.clock.wall_s() * 1e6))
                 life = Life(mutable=True)
                 self._writer.publish(name, "t", {name: source_of(np.frombuffer(raw, np.uint8))}, order, life, None)
@@ -249,8 +247,8 @@ class Rings:
         """Write a record to the block of an entry that this client writes; bytes of its manifest and its CRC."""
         rows, layouts, payload = _layout(tuple((key, each.dtype, each.shape) for key, each in sources.items()))
         manifest = f"{rows}\n{meta}".encode()
-        if len(manifest) > _MANIFEST_BYTES_MAX:
-            raise BadInput(f"the names of a record take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
+        if len(manifest) > MANIFEST_BYTES_MAX:
+            raise BadInput(f"the names of a record take {len(manifest)} bytes, the limit is {MANIFEST_BYTES_MAX}")
         start = core.round_up(len(manifest), core.ALIGN_BYTES)
         memory = self._memory(found, entry, channel, start + payload, order).array
         memory[: len(manifest)] = np.frombuffer(manifest, np.uint8)

@@ -37,7 +37,7 @@ from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, Version
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
-_MANIFEST_BYTES_MAX: Final = 32 << 20
+MANIFEST_BYTES_MAX: Final = 32 << 20
 _ROOM_TRIES_MAX: Final = 4
 _POLL_S: Final = 0.005
 _STEPS_MAX: Final = 256
@@ -541,8 +541,8 @@ def _lay_out(
         manifest = _json({**facts, **flags, "meta": meta}).encode()
     except (TypeError, ValueError) as error:
         raise BadInput(f"meta is not a JSON value: {error}") from None
-    if len(manifest) > _MANIFEST_BYTES_MAX:
-        raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
+    if len(manifest) > MANIFEST_BYTES_MAX:
+        raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {MANIFEST_BYTES_MAX}")
     front = core.HEADER_BYTES + len(manifest)
     start = 0 if device else core.payload_offset(front, payload)
     layouts = tuple(

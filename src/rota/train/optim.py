@@ -32,7 +32,8 @@ OPTIONS = "rota_options"
 """The key of a parameter group, and the attribute of a parameter, that hold those options as JSON."""
 FILE_BUDGET_BYTES = 64 << 20
 """State that may be resident at once: of the group that steps, the one before it and the one after."""
-ALIGN_BYTES = 64
+LINE_BYTES = 64
+"""Of a cache line: each tensor of a file begins at one."""
 NEEDS_WHOLE, NEEDS_CLOSURE = {"Adafactor", "Rprop"}, {"LBFGS"}
 """Kinds that step a whole parameter only, in torch 2.13, and those that compute the loss again."""
 
@@ -354,8 +355,8 @@ def _to_file(part: torch.optim.Optimizer, folder: Path) -> mmap.mmap:
     ]
     room = sum(_aligned(local(value).nbytes) for *_, value in held)
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, max(room, ALIGN_BYTES))
-        mapped = mmap.mmap(file.fileno(), max(room, ALIGN_BYTES))
+        os.posix_fallocate(file.fileno(), 0, max(room, LINE_BYTES))
+        mapped = mmap.mmap(file.fileno(), max(room, LINE_BYTES))
     offset = 0
     for kept, key, value in held:
         inner = local(value)
@@ -375,7 +376,7 @@ def _like(tensor: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return -(-size // LINE_BYTES) * LINE_BYTES
 
 
 def clip_global_norm(

@@ -12,10 +12,7 @@ from numpy.typing import NDArray
 from rota.cluster.core.jobs import Shape
 from rota.spec.errors import nearest
 from rota.spec.queue import DEFAULT_QUEUE, Queue
-from rota.spec.resources import Node, Res
-
-SOCKETS_LABEL = "rota.sockets"
-"""Node label: into how many equal sockets the devices of the node fall; 1 if absent."""
+from rota.spec.resources import SOCKETS_LABEL, Node, Res
 
 Int = NDArray[np.int32]
 

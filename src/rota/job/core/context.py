@@ -12,7 +12,7 @@ from rota.job.core.placement import bindings
 from rota.spec import codec
 from rota.spec.codec import JsonObject
 from rota.spec.gang import BundleGrant, Placement
-from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.ids import NO_EPOCH, Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import AskState, GangState, InstanceState, JobState, Level
@@ -39,7 +39,6 @@ FAILOVERS_KEPT_MAX = 200
 NAMED_MAX = 5
 """Instances that a reason names."""
 
-NO_EPOCH = Epoch(0)
 NO_NODE_ID = NodeId("")
 
 Bindings = Mapping[InstanceId, tuple[GangId, BundleGrant]]

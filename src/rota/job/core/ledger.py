@@ -29,13 +29,12 @@ from enum import StrEnum
 from typing import Literal, TypedDict
 
 from rota.spec.codec import JsonObject
-from rota.spec.ids import Epoch, InstanceId
+from rota.spec.ids import NO_EPOCH, Epoch, InstanceId
 from rota.spec.job import StreamSpec
 
 Uid = int | str
 """Index in the source of the stream, or the key under which the loop put the item."""
 Order = Literal["admission", "arrival"]
-NO_EPOCH = Epoch(0)
 
 
 class ItemState(StrEnum):

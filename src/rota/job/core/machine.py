@@ -19,7 +19,7 @@ from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.placement import requests_of
-from rota.job.core.transitions import InvalidTransition, moved
+from rota.job.core.transitions import WAITING, InvalidTransition, moved
 from rota.spec.commands import Command
 from rota.spec.events import (
     CheckpointSaved,
@@ -348,8 +348,6 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
 
 
 _J = JobState
-WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
-"""The job holds nothing."""
 UP = (_J.CHECKING, _J.STARTING, _J.RUNNING, _J.RESIZING, _J.RECOVERING)
 """A reservation exists, and with it processes may; before that no report of a process says anything."""
 LIVE = (_J.ADMITTED, *UP)

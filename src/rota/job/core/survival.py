@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from rota.job.core.context import NO_EPOCH, JobContext, SavedCommit, StateCopy, replace
+from rota.job.core.context import JobContext, SavedCommit, StateCopy, replace
 from rota.job.core.resize import unplaced
 from rota.spec.commands import CopyCommit, Saving
 from rota.spec.events import CheckpointSaved, CommitCopied, Continued
-from rota.spec.ids import Epoch, InstanceId
+from rota.spec.ids import NO_EPOCH, Epoch, InstanceId
 from rota.spec.job import Checkpoint, JobSpec
 from rota.spec.states import InstanceState
 

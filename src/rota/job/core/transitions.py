@@ -34,13 +34,14 @@ class Transition(Generic[S]):
 
 _ENDS = (_J.SUCCEEDED, _J.FAILED, _J.CANCELLED)
 _LIVE = (_J.ADMITTED, _J.CHECKING, _J.STARTING, _J.RUNNING, _J.RESIZING)
-_WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
+WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
+"""The job holds nothing."""
 _GIVEN_BACK = (_J.RECOVERING, _J.PREEMPTING)
 
 JOB_TRANSITIONS: tuple[Transition[JobState], ...] = (
     Transition((_J.SUBMITTED, _J.PAUSED), (_J.QUEUED,), "it is accepted, or resumed"),
     Transition((_J.QUEUED,), (_J.PAUSED,), "it is paused before it was admitted"),
-    Transition(_WAITING, (_J.ADMITTED,), "the scheduler gives it a placement"),
+    Transition(WAITING, (_J.ADMITTED,), "the scheduler gives it a placement"),
     Transition((_J.ADMITTED,), (_J.CHECKING,), "devices are reserved, and the first processes check their nodes"),
     Transition((_J.ADMITTED, _J.CHECKING), (_J.STARTING,), "the first processes found their nodes fit"),
     Transition((_J.STARTING, _J.RESIZING), (_J.RUNNING,), "every instance that is waited for is ready"),
@@ -49,8 +50,8 @@ JOB_TRANSITIONS: tuple[Transition[JobState], ...] = (
     Transition((_J.RECOVERING,), (_J.STARTING, _J.RUNNING), "the recovery is over"),
     Transition((*_LIVE, _J.RECOVERING), (_J.PREEMPTING,), "it is asked to give its devices back"),
     Transition(_GIVEN_BACK, (_J.QUEUED, _J.PAUSED), "everything is given back, and another attempt follows"),
-    Transition((*_WAITING, *_LIVE, *_GIVEN_BACK), (_J.STOPPING,), "its end is decided"),
-    Transition((*_WAITING, *_LIVE, *_GIVEN_BACK, _J.STOPPING), _ENDS, "`JobEnded` is in the log"),
+    Transition((*WAITING, *_LIVE, *_GIVEN_BACK), (_J.STOPPING,), "its end is decided"),
+    Transition((*WAITING, *_LIVE, *_GIVEN_BACK, _J.STOPPING), _ENDS, "`JobEnded` is in the log"),
 )
 
 _UP = (_I.STARTING, _I.STALE, _I.READY)

@@ -23,7 +23,6 @@ from typing import Any
 from rota.job.health.stacks import of_the_job
 from rota.job.instance import tenant
 from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, open_store, ray_folder
-from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import cache, environ, image, process
 from rota.runtime.data_cache import FETCH_MAX_S, LIMIT, DataFailed, apart, hold
@@ -31,6 +30,7 @@ from rota.runtime.output import tail_lines
 from rota.runtime.packages import interpreter
 from rota.runtime.probe import plain_file, requested_stacks, stacks_of
 from rota.spec.errors import BadInput
+from rota.spec.ids import NO_EPOCH
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import counted

@@ -15,11 +15,10 @@ from rota.runtime.environ import Home
 from rota.runtime.launcher import Handle, handle_of, instance_name, master_name
 from rota.runtime.output import log_name
 from rota.spec.codec import JsonObject, JsonValue
-from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+from rota.spec.ids import NO_EPOCH, Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.states import InstanceState
 
-NO_EPOCH = Epoch(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from ray.experimental.internal_kv import (
 )
 
 from rota.runtime.directory import Directory
+from rota.runtime.handshake import KEY_BYTES
 from rota.runtime.ray.machines import hosts
 from rota.spec.errors import EngineUnavailable
 from rota.spec.ids import JobId
 
-KEY_BYTES = 32
 _KEY = "key"
 _STORE = "store/"
 _LEFT = "left/"

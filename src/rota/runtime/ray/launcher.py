@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rota.runtime import environ, process
 from rota.runtime.clock import backoff
+from rota.runtime.handshake import KEY_BYTES
 from rota.runtime.launcher import (
     Call,
     CallTimeout,
@@ -75,7 +76,6 @@ T = TypeVar("T")
 
 CPUS_MIN = 0.001
 """Ray takes no empty bundle; one whose instances ask for no core holds this much of one."""
-KEY_BYTES = 32
 _RELEASE_S = 10.0
 _MASTER_RETRY_S = (0.05, 0.5)
 _MASTER_AWAY_S = 1800.0

@@ -21,14 +21,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime.handshake import AttemptGuard, client_handshake_blocking, server_handshake_blocking
+from rota.runtime.frames import receive_exactly
+from rota.runtime.handshake import KEY_BYTES, AttemptGuard, client_handshake_blocking, server_handshake_blocking
 from rota.runtime.packages import installed_version
 from rota.runtime.undo import undone_if_raised
 from rota.spec.codec import JsonObject
 from rota.spec.measured import CheckFacts, MachineFacts, PairFacts
 
 PACKAGES = ("ray", "rota", "torch")
-KEY_BYTES = 32
 PURPOSE = "check of machines"
 CONNECT_S = 3.0
 SEND_BYTES_MAX, SEND_S = 64 * 2**20, 0.5
@@ -82,7 +82,7 @@ class Checker:
             with self._connected(address, port, _TIME) as there:
                 sent = time.time()
                 there.sendall(b"?")
-                theirs = float(_DOUBLE.unpack(_exactly(there, _DOUBLE.size))[0])
+                theirs = float(_DOUBLE.unpack(receive_exactly(there, _DOUBLE.size))[0])
                 took = time.time() - sent
             if best is None or took < best[0]:
                 best = (took, theirs - (sent + took / 2))
@@ -98,7 +98,7 @@ class Checker:
                 there.sendall(_CHUNK)
                 sent += len(_CHUNK)
             there.shutdown(socket.SHUT_WR)
-            arrived = float(_DOUBLE.unpack(_exactly(there, _DOUBLE.size))[0])
+            arrived = float(_DOUBLE.unpack(receive_exactly(there, _DOUBLE.size))[0])
             return arrived / max(1e-9, time.monotonic() - began)
 
     def _serve(self) -> None:
@@ -110,25 +110,14 @@ class Checker:
         with there, contextlib.suppress(OSError, EOFError):
             there.settimeout(CONNECT_S + SEND_S)
             server_handshake_blocking(there, self._key, PURPOSE, self._guard)
-            if _exactly(there, 1) == _TIME:
-                _exactly(there, 1)
+            if receive_exactly(there, 1) == _TIME:
+                receive_exactly(there, 1)
                 there.sendall(_DOUBLE.pack(time.time()))
                 return
             arrived = 0
             while part := there.recv(len(_CHUNK)):
                 arrived += len(part)
             there.sendall(_DOUBLE.pack(float(arrived)))
-
-
-def _exactly(there: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes. Raises ConnectionError at the end of the stream."""
-    found = b""
-    while len(found) < count:
-        part = there.recv(count - len(found))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        found += part
-    return found
 
 
 def _resolves(name: str, address: str) -> bool:

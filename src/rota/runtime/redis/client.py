@@ -23,7 +23,7 @@ Argument = bytes | str | int
 """What a command may hold."""
 Exchange = Callable[[Sequence[tuple[Argument, ...]]], list[Any]]
 """Sends commands over one connection; their replies."""
-_CHUNK_BYTES = 65_536
+_RECEIVE_BYTES = 65_536
 _SILENT_S = 1.0
 _DEFAULT_PORT = 6379
 
@@ -124,7 +124,7 @@ class _Connection:
         until_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                return self.socket.recv(_CHUNK_BYTES)
+                return self.socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 if time.monotonic() > until_s:
                     raise TimeoutError("timed out") from None

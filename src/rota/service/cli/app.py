@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rota.service.cli.output import Form, form_of, terminal_for
+from rota.service.cli.shell import INTERRUPTED
 from rota.spec.errors import BadInput, RotaError, did_you_mean
 
 if TYPE_CHECKING:
     from cyclopts import App
 
-INTERRUPTED = 130
 BUG = 1
 GROUPS = ("Service", "Jobs", "Why", "Cluster", "Tools")
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from rota.service.cli import shell
+from rota.spec.codec import API
 from rota.spec.errors import JobFileError, RotaError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-API = "rota/v1"
 Form = Literal["table", "wide", "json", "yaml"]
 FORMS: tuple[Form, ...] = get_args(Form)
 GAP, NO_VALUE = "   ", "-"

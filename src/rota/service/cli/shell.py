@@ -10,6 +10,9 @@ from pathlib import Path
 
 from rota.service.user_process import variable
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+
 
 def width() -> int:
     """Characters in a line of the terminal."""

@@ -32,6 +32,7 @@ from rota.service.jobfile.validation import (
     required,
     unexpected,
 )
+from rota.spec.check import ROLES_MAX
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.job import (
@@ -56,7 +57,6 @@ from rota.spec.resources import Limits, Res
 from rota.spec.torchrun import is_torchrun, plain_words
 
 ARROW = "->"
-ROLES_MAX = 64
 INSTANCES = Number(1, 100_000)
 
 Word = Annotated[str, Text()]

@@ -23,7 +23,7 @@ from rota.service.jobfile.nodes import (
 )
 from rota.service.jobfile.problems import ErrorCollector, Problem, TextPlace
 from rota.spec import check as rules
-from rota.spec.check import Path
+from rota.spec.check import ROLES_MAX, Path
 from rota.spec.errors import JobFileError, did_you_mean, nearest
 from rota.spec.job import JobSpec
 
@@ -157,7 +157,7 @@ def _without(root: MappingNode, paths: Iterable[Path]) -> MappingNode:
     """A copy without the fields of these problems; the job keeps a name, and its roles at least their names."""
     copy = cut_fields(root, paths)
     was, kept = root.at("roles"), copy.at("roles")
-    names = islice(was, rules.ROLES_MAX) if isinstance(was, MappingNode) else ()
+    names = islice(was, ROLES_MAX) if isinstance(was, MappingNode) else ()
     roles = {name: MappingNode({}, root.place) for name in names} | (kept if isinstance(kept, MappingNode) else {})
     name, roles_key = ScalarNode("name", root.place), ScalarNode("roles", root.place)
     job = {name: ScalarNode("job", root.place), **copy, roles_key: MappingNode(roles, root.place)}

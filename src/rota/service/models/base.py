@@ -16,7 +16,6 @@ from typing_extensions import TypeAliasType, TypedDict, get_type_hints, is_typed
 from rota.runtime.clock import iso
 from rota.spec.codec import JsonObject
 
-API = "rota/v1"
 T = TypeVar("T")
 _TIME = "time"
 Moment = Annotated[str, _TIME]

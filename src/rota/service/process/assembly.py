@@ -24,7 +24,7 @@ from rota.runtime.ray.engine import LOOPBACK as LOOPBACK_ADDRESS
 from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.secrets import Vault
 from rota.runtime.topology import FILE, read_topology
-from rota.service.config import LOOPBACK, Settings, rota_version
+from rota.service.config import Settings, rota_version
 from rota.service.control.engine import Engine, NoEngine, located
 from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
@@ -38,7 +38,7 @@ from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
 from rota.spec.errors import Conflict, UnknownName
 from rota.spec.events import DowntimePassed, Event, NodeJoined, NodeLost, PreemptAsked, Record, ServiceStarted
-from rota.spec.ids import Epoch
+from rota.spec.ids import LOOPBACK, Epoch
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node, pretend_nodes
 from rota.spec.states import JobState

@@ -17,7 +17,9 @@ from typing import Final, TypeAlias, TypedDict, cast
 import numpy as np
 
 from rota.runtime.clock import Clock, SystemClock
+from rota.runtime.frames import receive_exactly
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
+from rota.spec.ids import LOOPBACK
 from rota.train.plan.hardware import Json
 from rota.train.ps.clocks import (
     AdmitWorker,
@@ -36,7 +38,6 @@ from rota.train.ps.clocks import (
 )
 from rota.train.ps.table import SGD, Array, Dense, Floats, Ids, ParameterTable, RowOptimizer, State, TableSpec
 
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
@@ -381,10 +382,10 @@ def receive(link: socket.socket, *, body_max: int = BODY_BYTES_MAX) -> Answer:
 
     Raises ConnectionError at its end, BadInput for a message that cannot be one.
     """
-    head_bytes, body_bytes = _SIZES.unpack(_exactly(link, _SIZES.size))
+    head_bytes, body_bytes = _SIZES.unpack(receive_exactly(link, _SIZES.size))
     if head_bytes > HEAD_BYTES_MAX or body_bytes > body_max:
         raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")
-    text, body = bytes(_exactly(link, head_bytes)), _exactly(link, body_bytes)
+    text, body = receive_exactly(link, head_bytes), receive_exactly(link, body_bytes)
     try:
         head = json.loads(text)
         shapes = head.pop("arrays")
@@ -404,14 +405,3 @@ def _unpacked(shapes: list[tuple[str, str, list[int]]], body: bytearray) -> Arra
         arrays[name] = np.frombuffer(body, kind, math.prod(shape), at).reshape(shape)
         at += size
     return arrays
-
-
-def _exactly(link: socket.socket, size: int) -> bytearray:
-    found = bytearray(size)
-    view, at = memoryview(found), 0
-    while at < size:
-        got = link.recv_into(view[at:])
-        if not got:
-            raise ConnectionError("the other side closed the connection")
-        at += got
-    return found

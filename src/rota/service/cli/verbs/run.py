@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.output import Table, Terminal
+from rota.service.cli.shell import INTERRUPTED
 from rota.service.cli.verbs.formatting import ReplicaRange, ago_s, lasting, replicas, resources, shortened
 from rota.service.cli.verbs.live import JobWatch, Ticker, elapsed, live_line
 from rota.service.cli.verbs.logs import log_text
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from rota.spec.job import JobSpec
 
 T = TypeVar("T")
-INTERRUPTED = 130
 LOOK_S = 1.0
 """How long ``--check`` waits for the queues of a service that was not named, in seconds."""
 SCRIPTS = (".sh", ".sbatch", ".slurm")

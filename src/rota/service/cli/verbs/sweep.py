@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from rota.service.cli.flags import DEFAULT_FLAGS, Flags
 from rota.service.cli.output import Table, Terminal
+from rota.service.cli.shell import INTERRUPTED
 from rota.service.cli.verbs.formatting import amount, labels, lasting
 from rota.service.cli.verbs.live import Ticker, live_line
 from rota.service.user_process import monotonic, sleep
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rota.service.sweeps import Metric, Point, SweepDocument, SweepJob, SweepRow
     from rota.spec.job import JobSpec
 
-INTERRUPTED = 130
 LOOK_S = 1.0
 """Between two looks at the jobs of a sweep that is waited for."""
 LINES_SEEN = 50

@@ -17,7 +17,7 @@ from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
 from rota.service.control.job_files import texts_elsewhere
 from rota.service.control.submission import Submission
-from rota.service.models.base import API, REFUSAL, Sent, Why, document
+from rota.service.models.base import REFUSAL, Sent, Why, document
 from rota.service.models.cluster import PlanReport
 from rota.service.models.jobs import (
     AttemptList,
@@ -55,7 +55,7 @@ from rota.service.views.graph import graph_document, trace_document
 from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import JobFilter, job_list
 from rota.service.views.reasons import estimate_document, explanation, failure_list, start_forecast, why_document
-from rota.spec.codec import JsonObject
+from rota.spec.codec import API, JsonObject
 from rota.spec.errors import BadInput, Conflict, UnknownName, VersionMismatch, unknown
 from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId, RoleName

@@ -106,6 +106,7 @@ RIGHTS = {
     "POST /api/v1/nodes:check": ADMIN,
     "POST /api/v1/machines": ADMIN,
     "GET /api/v1/machines/{host}": ADMIN,
+    "POST /api/v1/machines/{host}/heartbeat": ADMIN,
     "DELETE /api/v1/machines/{host}": ADMIN,
     "GET /api/v1/users": ADMIN,
     "PUT /api/v1/users/{name}": ADMIN,

@@ -53,10 +53,17 @@ def test_a_machine_gets_the_access_once_and_its_state_later(tmp_path: Path) -> N
         listens(service)
         status, found = await joined(service)
         assert status == 201 and found["access"] == {"engine": "e1", "address": "10.0.0.5:20000", "token": "t" * 64}
+        seen = service.app.machines.get("m1")
         later = await service.get("/machines/m1")
+        assert service.app.machines.get("m1") is seen
+        beat = await service.http.post("/api/v1/machines/m1/heartbeat")
+        assert (beat.status_code, beat.json()) == (200, later)
+        assert service.app.machines.get("m1") is not seen
+        assert not any("heartbeat" in one.read_text() for one in tmp_path.rglob("*audit.jsonl"))
         assert later == {"api": "rota/v1", "kind": "Machine", "host": "m1", "state": "joining", "engine": "e1"}
         assert (await service.http.delete("/api/v1/machines/m1")).status_code == 200
         assert (await service.http.get("/api/v1/machines/m1")).status_code == 404
+        assert (await service.http.post("/api/v1/machines/m1/heartbeat")).status_code == 404
 
     with_service(tmp_path, test)
 
@@ -137,7 +144,7 @@ def test_the_agent_of_a_machine_takes_the_token_of_a_later_join(tmp_path: Path) 
     asked: list[str] = []
 
     class Service(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_POST(self) -> None:
             asked.append(self.headers["Authorization"].removeprefix("Bearer "))
             self.send_error(500)
             write("new")

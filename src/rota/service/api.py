@@ -429,8 +429,13 @@ class JobApi:
 
     @request
     def machine(self, host: str) -> ApiRequest[MachineDocument]:
-        """``Machine``: one that joined; asking says that it is there."""
+        """``Machine``: one that joined."""
         return get(_named("machines", host))
+
+    @request
+    def heartbeat_of_machine(self, host: str) -> ApiRequest[MachineDocument]:
+        """``Machine``: one that joined, whose agent so says that it is there."""
+        return _send("POST", f"{_named('machines', host)}/heartbeat")
 
     @request
     def leave_machine(self, host: str) -> ApiRequest[MachineDocument]:

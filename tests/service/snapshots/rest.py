@@ -194,7 +194,8 @@ def changes() -> Iterator[Ask]:
     yield send("POST", "/nodes:check", user="ann")
     joining = {"host": "m9", "identity": "i1", "address": "10.0.0.6", "versions": own_versions()}
     yield from (send("POST", "/machines", joining), send("POST", "/machines", joining | {"identity": "i2"}))
-    yield from (send("POST", "/machines", joining, user="ann"), get("/machines/m9"), send("DELETE", "/machines/m9"))
+    yield from (send("POST", "/machines", joining, user="ann"), get("/machines/m9"))
+    yield from (send("POST", "/machines/m9/heartbeat"), send("DELETE", "/machines/m9"))
     yield get("/machines/m9")
     yield send("PUT", "/users/ann", {"grants": [{"queue": "research", "role": "queue-admin"}]})
     yield send("POST", "/tokens", {"name": "spare"}, user="bob")

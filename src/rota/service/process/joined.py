@@ -433,7 +433,7 @@ class JoinAgent:
     def _turn(self, client: Client) -> None:
         """One look at the service and at the node of this machine."""
         try:
-            engine = client.machine(self._member.host)["engine"]
+            engine = client.heartbeat_of_machine(self._member.host)["engine"]
         except UnknownName:  # a service that began anew
             engine = ""
         except NotReachable as error:

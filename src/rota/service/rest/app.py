@@ -20,7 +20,7 @@ from rota.service.config import rota_version
 from rota.service.jobfile.problems import DISK_REMEDIES, Problem
 from rota.service.models.base import PROBLEM, REFS, ProblemDocument, document
 from rota.service.rest.auth import SAFE_METHODS
-from rota.service.rest.deps import TERMINAL_PATH, AppState, asked_line, auth_request
+from rota.service.rest.deps import NOT_AUDITED, AppState, asked_line, auth_request
 from rota.service.rest.routes import accounts, cluster, files, jobs, logs, machines, page, terminals
 from rota.spec.codec import JsonObject
 from rota.spec.errors import (
@@ -111,12 +111,13 @@ class Guard:
         method = scope["method"] if scope["method"] in METHODS else "other"
         scope = _as_routed(scope, scope["method"])
         started_s = self._app.clock.monotonic_s()
-        status = [500]
+        status = 500
 
         async def marked(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                status[0] = message["status"]
-                self._note(scope, request_id, status[0])
+                status = message["status"]
+                self._note(scope, request_id, status)
                 headers = [*message.get("headers", ()), *_SECURITY, (b"rota-request-id", request_id.encode())]
                 stale = self._app.loop.stale_since
                 if stale is not None:
@@ -135,7 +136,7 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "")
             took_s = self._app.clock.monotonic_s() - started_s
-            self._app.metrics.http.labels(method, route, str(status[0])).observe(took_s)
+            self._app.metrics.http.labels(method, route, str(status)).observe(took_s)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a request with a body of which nothing is read, as it is not known who sends it."""
@@ -176,7 +177,7 @@ class Guard:
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
         """Write the status of a modifying request to the audit; if that fails, the request does not."""
         known = "caller" in scope["state"]
-        if scope["method"] in SAFE_METHODS or (known and scope["route"].path == TERMINAL_PATH):
+        if scope["method"] in SAFE_METHODS or (known and scope["route"].path in NOT_AUDITED):
             return
         try:
             if known:

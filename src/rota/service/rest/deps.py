@@ -69,6 +69,9 @@ STORABLE = AfterValidator(_storable)
 """For fields of a body that hold anything, and for paths."""
 
 TERMINAL_PATH = "/api/v1/jobs/{job}/terminals/{terminal}"
+HEARTBEAT_PATH = "/api/v1/machines/{host}/heartbeat"
+NOT_AUDITED = (TERMINAL_PATH, HEARTBEAT_PATH)
+"""Routes of which each use is a change of nothing that lasts, and which are used again and again."""
 """Input of a terminal: the audit has its opening, not what is typed."""
 
 
@@ -317,7 +320,7 @@ async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
     app = await app_of(request)
     caller: Caller = getattr(request.state, "asker", None) or app.auth.check(auth_request(request))
-    if request.method not in SAFE_METHODS and request.scope["route"].path != TERMINAL_PATH:
+    if request.method not in SAFE_METHODS and request.scope["route"].path not in NOT_AUDITED:
         app.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
     if caller.joins_only and not request.scope["route"].path.startswith(MACHINES_PATH):

@@ -67,10 +67,15 @@ class MachineNames:
         if before != wanted:
             self._write()
 
-    def seen(self, host: str, caller: Caller) -> None:
-        """Note that the agent of a machine asked. Raises UnknownName; from another token nothing is noted."""
+    def get(self, host: str) -> JoinedMachine:
+        """A machine that joined. Raises UnknownName."""
         if (known := self._names.get(host)) is None:
             raise UnknownName(f"no machine {host!r} has joined", hint="there: rota join ADDRESS --token TOKEN")
+        return known
+
+    def seen(self, host: str, caller: Caller) -> None:
+        """Note that the agent of a machine asked. Raises UnknownName; from another token nothing is noted."""
+        known = self.get(host)
         if known.token == caller.token:
             self._names[host] = replace(known, seen_s=self._clock.monotonic_s())
 

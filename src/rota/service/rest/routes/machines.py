@@ -11,7 +11,7 @@ from rota.runtime.node import host_name, machine_identity
 from rota.service.machine_checks import own_versions, version_conflicts
 from rota.service.models.base import REFUSAL, Sent, document
 from rota.service.models.cluster import EngineAccessRow, MachineDocument
-from rota.service.rest.deps import AppState, Asker, Parts
+from rota.service.rest.deps import HEARTBEAT_PATH, AppState, Asker, Parts
 from rota.service.rest.machine_names import JoinedMachine
 from rota.service.views.cluster import node_list
 from rota.spec.errors import Conflict
@@ -74,7 +74,18 @@ def _check_not_here(body: MachineBody) -> None:
 
 @router.get("/machines/{host}")
 async def machine(host: str, app: Parts, caller: Asker) -> Sent[MachineDocument]:
-    """A machine that joined, asked for by its agent, which so says that it is there."""
+    """A machine that joined: its state as a node, and the engine that runs."""
+    caller.need_machines()
+    app.machines.get(host)
+    return _machine(app, host)
+
+
+@router.post(HEARTBEAT_PATH.removeprefix("/api/v1"))
+async def heartbeat(host: str, app: Parts, caller: Asker) -> Sent[MachineDocument]:
+    """The agent of a machine that joined says that it is there: its name stays its own. Not in the audit.
+
+    From another token than the one with which it joined it answers the same, and changes nothing.
+    """
     caller.need_machines()
     app.machines.seen(host, caller)
     return _machine(app, host)

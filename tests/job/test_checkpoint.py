@@ -13,7 +13,7 @@ from tests.makers import at
 
 from rota.job import checkpoint
 from rota.job.checkpoint import CheckpointTimer, file_of, find, prune, read, write
-from rota.job.rpc.peers import folder_of
+from rota.job.place import folder_of
 from rota.runtime.directory import FixedDirectory
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch

@@ -19,8 +19,9 @@ from rota.job.instance import instance as instance_module
 from rota.job.instance import operations
 from rota.job.instance.instance import Instance
 from rota.job.master.executor import death_event
+from rota.job.place import JobPlace
 from rota.job.rpc.client import Refusal
-from rota.job.rpc.peers import JobPlace, PeerTable
+from rota.job.rpc.peers import PeerTable
 from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.devices import DeviceFamily

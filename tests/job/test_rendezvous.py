@@ -16,7 +16,7 @@ from rota.job.health.heartbeat import HeartbeatAnswer
 from rota.job.instance import instance
 from rota.job.instance.instance import Instance
 from rota.job.instance.runners import ProcessGroup, Setup
-from rota.job.rpc.peers import JobPlace
+from rota.job.place import JobPlace
 from rota.runtime.launcher import Call
 from rota.runtime.node import group_backend
 from rota.spec.ids import Epoch

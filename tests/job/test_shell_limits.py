@@ -28,8 +28,9 @@ from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event
 from rota.job.master.inbox import AppendRequest, InboxFull
 from rota.job.master.master import JobMaster
+from rota.job.place import JobPlace
 from rota.job.rpc.client import RpcClient
-from rota.job.rpc.peers import JobPlace, Peer, PeerTable
+from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.event_loop import EventLoopThread, Exited
 from rota.runtime.launcher import Call, CallTimeout, ProcessDied, ProcessGone, RemoteError

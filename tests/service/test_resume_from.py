@@ -10,7 +10,7 @@ from standing import Standing
 from test_cli import own_home, with_cli
 
 from rota.job import checkpoint
-from rota.job.rpc.peers import folder_of
+from rota.job.place import folder_of
 from rota.spec.events import (
     CheckpointSaved,
     Committed,

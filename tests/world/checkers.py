@@ -12,8 +12,7 @@ from rota.job.core.failover import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.repetition import SECONDARY_TEXTS
-from rota.job.core.survival import keepers
-from rota.job.rpc.peers import WEIGHTS
+from rota.job.core.survival import WEIGHTS, keepers
 from rota.spec.events import (
     Committed,
     FailoverStarted,

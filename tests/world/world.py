@@ -22,10 +22,10 @@ from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
 from rota.job.core.resize import is_world
-from rota.job.master import master as kept_module
 from rota.job.master import master as master_module
 from rota.job.master.master import JobMaster
-from rota.job.rpc.peers import JobPlace, master_handle
+from rota.job.place import JobPlace
+from rota.job.rpc.peers import master_handle
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, KeptContext, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.launcher import Handle, InstanceSpec, Reservation, instance_name
@@ -782,11 +782,11 @@ def play(
 
         async def main(clock: VirtualClock) -> None:
             kept.append(World(seed, clock, swarm, open_sql(folder) if log == "sql" else MemoryLog))
-            kept_module.report_unreadable = kept[0].left_out
+            master_module.report_unreadable = kept[0].left_out
             prepare(kept[0])
             await kept[0].run()
 
-        said = kept_module.report_unreadable
+        said = master_module.report_unreadable
         try:
             run(main)
         except BaseException as error:
@@ -794,7 +794,7 @@ def play(
             error.world = kept[0] if kept else None  # type: ignore[attr-defined]
             raise
         finally:
-            kept_module.report_unreadable = said
+            master_module.report_unreadable = said
             if kept and isinstance(kept[0].log, SqlLog):
                 kept[0].log.close()
     return kept[0]

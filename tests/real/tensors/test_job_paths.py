@@ -11,7 +11,7 @@ import pytest
 from tests.real.tensors.crew import Crew, clean, repeats, wait_until
 
 from rota.job import checkpoint
-from rota.job.rpc.peers import folder_of
+from rota.job.place import folder_of
 from rota.spec.errors import Fenced
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.tensors import errors

@@ -17,7 +17,7 @@ from tests.service.described import check
 from tests.service.standing import PlayedEngine, Standing, empty_database
 
 from rota.job.core.progress import Span
-from rota.job.rpc.peers import CUT
+from rota.job.core.survival import CUT
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.output import log_name
 from rota.runtime.random import SeededRandom

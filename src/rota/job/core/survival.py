@@ -8,10 +8,12 @@ the newest commit that everybody finds in one of these places, or on disk.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from rota.job.core.context import JobContext, SavedCommit, StateCopy, replace
+from rota.job.core.ledger import FlowCut
 from rota.job.core.resize import unplaced
+from rota.spec.codec import JsonObject
 from rota.spec.commands import CopyCommit, Saving
 from rota.spec.events import CheckpointSaved, CommitCopied, Continued
 from rota.spec.ids import NO_EPOCH, Epoch, InstanceId
@@ -22,6 +24,16 @@ WEIGHTS = "weights"
 """Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
 CUT = "cut"
 """Key of the cursor of a commit: what the loop needs to continue from it; ``streams`` are the cuts of the ledgers."""
+
+
+def cursor_with(cursor: JsonObject, n: int, published: Mapping[str, int], cut: FlowCut | None) -> JsonObject:
+    """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
+
+    The epoch distinguishes a committed version from one of the same number that a rollback took back.
+    """
+    weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
+    found = {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
+    return {name: found[name] for name in sorted(found)}  # sorted as a store gives it back: replays compare them
 
 
 def commits_kept(spec: JobSpec) -> int:

@@ -45,19 +45,12 @@ from rota.job.instance.handles import (
 from rota.job.instance.operations import SYNC
 from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
 from rota.job.instance.streams import Streams
+from rota.job.place import folder_of
 from rota.job.rpc import payload
 from rota.job.rpc.client import Request, in_order
+from rota.job.rpc.commit import CommitAgain, CommitCheckpoint, CommitDone, CommitRefused
 from rota.job.rpc.dispatch import of_items
-from rota.job.rpc.peers import (
-    CommitAgain,
-    CommitCheckpoint,
-    CommitDone,
-    CommitRefused,
-    Peer,
-    PeerTable,
-    folder_of,
-    master_handle,
-)
+from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.job.workload import FLOW
 from rota.runtime import directory
 from rota.runtime.launcher import Call, CallTimeout, ProcessGone
@@ -224,15 +217,17 @@ class Flow:
 
     def commit(
         self,
-        *given: int | Mapping[str, object],
+        given: Mapping[str, object] | int | None = None,
+        /,
+        *,
         n: int | None = None,
         metrics: Mapping[str, object] | None = None,
         **named: object,
     ) -> Awaitable[int]:
-        """Make everything since the last commit durable: ``commit(metrics)``, ``commit(n, metrics=...)`` or
-        ``commit(loss=0.1)``.
+        """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(loss=0.1)``.
 
-        ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
+        The number of the commit may be given, as ``n=`` or in the place of the metrics, ``commit(n, metrics=...)``: it
+        must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
         call waits for it. Raises BadInput for another n, for metrics that are not JSON, and while the commit before is
         under way; what the commit before raised, if it was not awaited.
         """
@@ -532,15 +527,14 @@ def _items(op: OpSpec, args: tuple[Any, ...]) -> list[object]:
 
 
 def _commit_arguments(
-    given: tuple[object, ...], n: int | None, metrics: Mapping[str, object] | None, named: Mapping[str, object]
+    given: object, n: int | None, metrics: Mapping[str, object] | None, named: Mapping[str, object]
 ) -> tuple[int | None, JsonObject]:
-    for value in given:
-        if isinstance(value, Mapping) and metrics is None:
-            metrics = value
-        elif isinstance(value, int) and n is None:
-            n = value
-        else:
-            raise BadInput(f"commit takes a number and a dict of metrics, not {value!r}")
+    if isinstance(given, int) and not isinstance(given, bool) and n is None:
+        n = given
+    elif isinstance(given, Mapping) and metrics is None:
+        metrics = given
+    elif given is not None:
+        raise BadInput(f"commit takes the metrics as a dict, or its number, not {given!r}", hint="commit(loss=0.1)")
     shown = {**(metrics or {}), **named}
     return n, {str(key): _plain(str(key), value) for key, value in shown.items()}
 

@@ -38,8 +38,9 @@ from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning, choose_ports
 from rota.job.instance.spmd import CommandRunner, fetch_data, run_setup, setup_environment, unpack_image
+from rota.job.place import JobPlace, checkpoint_dir
 from rota.job.rpc.client import Refusal, Request, RpcClient
-from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
+from rota.job.rpc.peers import PeerTable, master_handle
 from rota.runtime import secrets
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import Home

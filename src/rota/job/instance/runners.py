@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from rota.job.health.heartbeat import QUIET_MAX_S, ProgressMarks
 from rota.job.health.preflight import NodeUnfit, collective, findings_for, pairwise, slow_text
 from rota.job.inspect import import_target
+from rota.job.place import JobPlace, checkpoint_dir
 from rota.job.rpc.client import RpcClient
 from rota.job.rpc.dispatch import coordinates
-from rota.job.rpc.peers import JobPlace, checkpoint_dir, master_handle
+from rota.job.rpc.peers import master_handle
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import NODE, Home, export, get, snapshot
 from rota.runtime.event_loop import EventLoopThread

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rota.job.instance.runners import InstanceConfig, environment_of
-from rota.job.rpc.peers import checkpoint_dir
+from rota.job.place import checkpoint_dir
 from rota.runtime import image, isolation
 from rota.runtime.devices import local_family
 from rota.runtime.environ import EPOCH, HOME, INSTANCE, JOB, NODE, PRIVATE_DIR, ROLE, Home, get

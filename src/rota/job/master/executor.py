@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.resize import places
-from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, folder_of, table_of
+from rota.job.core.survival import CUT
+from rota.job.place import JobPlace, checkpoint_dir, folder_of
+from rota.job.rpc.peers import table_of
 from rota.runtime import secrets
 from rota.runtime.clock import Clock, backoff
 from rota.runtime.environ import NODE, Home

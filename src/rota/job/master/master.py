@@ -28,6 +28,7 @@ from rota.job.core.desired import next_emit
 from rota.job.core.ledger import FlowCut
 from rota.job.core.machine import accepts_commit, fold, initial, step
 from rota.job.core.resize import saved_by_script
+from rota.job.core.survival import cursor_with
 from rota.job.core.transitions import InvalidTransition
 from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
 from rota.job.health.stacks import of_the_job
@@ -35,16 +36,9 @@ from rota.job.inspect import import_target
 from rota.job.master.diagnosis import DiagnosisManager, WhyDocument
 from rota.job.master.executor import Executor, death_event, losses_with
 from rota.job.master.inbox import AppendRequest, Inbox, InboxFull, Rendezvous
-from rota.job.rpc.peers import (
-    CommitAgain,
-    CommitCheckpoint,
-    CommitDone,
-    CommitRefused,
-    JobPlace,
-    PeerTable,
-    cursor_with,
-    table_of,
-)
+from rota.job.place import JobPlace
+from rota.job.rpc.commit import CommitAgain, CommitCheckpoint, CommitDone, CommitRefused
+from rota.job.rpc.peers import PeerTable, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.event_loop import EventLoopThread

@@ -1,54 +1,17 @@
-"""Table of peers that a master gives to its instances: who is where, who is ready; and where a job lives."""
+"""Table of peers that a master sends to its instances: address, epoch and readiness of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Literal, TypedDict
 
 from rota.job.core.context import InstanceRecord, JobContext
-from rota.job.core.ledger import FlowCut
-from rota.job.core.survival import CUT, WEIGHTS
-from rota.runtime.environ import Home
+from rota.job.core.survival import WEIGHTS
 from rota.runtime.launcher import Handle, handle_of, instance_name, master_name
-from rota.runtime.output import log_name
-from rota.spec.codec import JsonObject, JsonValue
+from rota.spec.codec import JsonValue
 from rota.spec.ids import NO_EPOCH, Epoch, InstanceId, JobId, NodeId, RoleName
-from rota.spec.job import JobSpec
 from rota.spec.states import InstanceState
-
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobPlace(JsonValue):
-    """Where a job lives, as its master and every instance get it.
-
-    ``launcher`` is the import path of a function that opens the launcher inside a process of the job.
-    """
-
-    home: str
-    job: JobId
-    workdir: str
-    launcher: str
-    owner: str = ""
-    """Who submitted the job: whose secrets it may open."""
-
-    def log_path(self, instance: InstanceId) -> str:
-        """The log of one instance."""
-        return str(Home.of(self.home).job(self.job).logs / log_name(instance.role, instance.rank))
-
-
-def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
-    """Where the checkpoints of a job go."""
-    given = spec.checkpoint.dir if spec.checkpoint else None
-    return given or str(Path(place.home) / "checkpoints" / place.job)
-
-
-def folder_of(root: Path, n: int, epoch: Epoch) -> Path:
-    """Where the checkpoint of commit ``n`` by a loop epoch lies; no two epochs write into one folder."""
-    return root / f"step-{n}.e{epoch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,46 +80,6 @@ def table_of(ctx: JobContext) -> PeerTable:
         weights={edge: (epoch, n) for edge, (epoch, n) in ctx.cursor.get(WEIGHTS, {}).items()},
         peers=tuple(_peers(ctx)),
     )
-
-
-class CommitCheckpoint(TypedDict):
-    """Folder of a complete checkpoint, and how long it took."""
-
-    path: str
-    seconds: float
-
-
-class CommitDone(TypedDict):
-    """The master's answer to a durable commit; ``save``: the next one goes to disk, ``stop``: it was the last one."""
-
-    answer: Literal["done"]
-    table: JsonObject
-    save: bool
-    stop: bool
-
-
-class CommitRefused(TypedDict):
-    """The master's answer to a commit of a loop that is over."""
-
-    answer: Literal["refused"]
-    text: str
-
-
-class CommitAgain(TypedDict):
-    """The answer of a master that fails before the commit is in its log: the next master is asked the same."""
-
-    answer: Literal["again"]
-    text: str
-
-
-def cursor_with(cursor: JsonObject, n: int, published: Mapping[str, int], cut: FlowCut | None) -> JsonObject:
-    """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
-
-    The epoch distinguishes a committed version from one of the same number that a rollback took back.
-    """
-    weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
-    found = {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
-    return {name: found[name] for name in sorted(found)}  # sorted as a store gives it back: replays compare them
 
 
 def _peers(ctx: JobContext) -> Iterator[Peer]:

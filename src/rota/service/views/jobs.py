@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 from rota.cluster.core.jobs import Wait
 from rota.job.core.context import AskState
 from rota.job.core.resize import departing, leaves, wanted_size
-from rota.job.rpc.peers import CUT
+from rota.job.core.survival import CUT
 from rota.runtime.clock import iso
 from rota.service.api import JobSort
 from rota.service.models.base import Moment, document

@@ -161,6 +161,11 @@ def test_readme_is_short_and_names_the_two_commands() -> None:
     assert "make test" in text
 
 
+def test_an_entry_of_the_changelog_has_at_most_two_lines() -> None:
+    entries = re.findall(r"^- .*\n(?:  .*\n)*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(entries) > 100 and not [one for one in entries if one.count("\n") > 2]
+
+
 def test_no_machine_path_is_written_down() -> None:
     pattern = re.compile(r"(?<![\w$])/(?:work|root|home/\w+|farm|opt/wheels)/")
     hits: list[str] = []

@@ -1,4 +1,4 @@
-"""The runner of a class workload: operations, state at a commit, weights before work; user code runs in one thread.
+"""The runner of a class workload: operations, a repeated call once, state at a commit, weights; user code in a thread.
 
 Weights: a reader has a ``Replica`` of each edge that ends in it: the version it holds, how far that is behind, and the
 state that follows. Calls name the version they need; with a bounded ``lag`` the reader follows by itself, and the loop

@@ -135,7 +135,7 @@ def _hardware_of_calculon(raw: Json) -> Hardware:
     try:
         matrix, memory = raw["matrix"]["float16"], raw["mem1"]
         points = sorted((float(gflops) * 1e9, float(share)) for gflops, share in matrix["gflops_efficiency"])
-        peak = float(matrix.get("tflops") or matrix["gflops"] / 1e3)
+        peak = float(matrix.get("tflops") or float(matrix["gflops"]) / 1e3)
         shares = [float(share) for _, share in memory["MB_efficiency"]]
         levels = _levels_of_calculon(raw["networks"])
         gib, gb_s = float(memory["GiB"]), float(memory["GBps"])

@@ -1,4 +1,4 @@
-"""What lies outside the API: health, metrics, the OpenAPI document, the web UI and its session."""
+"""What lies outside the API: health, metrics, the OpenAPI document, the web UI and the cookie of its session."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 import rota.tensors
@@ -387,6 +388,46 @@ def bench_reclaim(home: Path, plane: Any, rounds: int) -> dict[str, Any]:
     return {"measures": timed.document(1e3, "ms"), "checks": checks}
 
 
+def bench_small(plane: Any, rounds: int) -> dict[str, Any]:
+    """Small objects again and again, beside a Redis server that gets their bytes and answers each call."""
+    small, block = np.zeros(4096, np.uint8), np.zeros(65536, np.uint8)
+    call, small_bytes, block_bytes = plane._session.machine.client.call, small.tobytes(), block.tobytes()
+
+    def pair() -> None:
+        plane.put("pair", block)
+        plane.delete("pair")
+
+    def redis_pair() -> None:
+        call("SET", "bench/pair", block_bytes)
+        call("DEL", "bench/pair")
+
+    actions: dict[str, Callable[[], object]] = {
+        "put 4 KiB": lambda: plane.put("small", small),
+        "Redis SET 4 KiB": lambda: call("SET", "bench/small", small_bytes),
+        "put and delete 64 KiB": pair,
+        "Redis SET and DEL 64 KiB": redis_pair,
+    }
+    for action in actions.values():
+        for _ in range(100):
+            action()
+    measures = {name: each_of(action, LOOP_MIN) for name, action in actions.items()}
+    measures |= {f"{name}, CPU": each_of(action, LOOP_MIN, time.process_time) for name, action in actions.items()}
+    server = psutil.Process(_server_pid(plane))
+    measures |= {
+        f"{name}, CPU of the server": each_of(action, LOOP_MIN, lambda: sum(server.cpu_times()[:2]))
+        for name, action in actions.items()
+    }
+    timed = Rounds(rounds)
+    timed.run(measures)
+    call("DEL", "bench/small", "bench/pair")
+    checks = {
+        "put 4 KiB <= 80 us": judge(timed.median("put 4 KiB") * 1e6, 80),
+        "put 4 KiB <= Redis SET": judge(timed.median("put 4 KiB") / timed.median("Redis SET 4 KiB"), 1),
+        "put and delete 64 KiB <= 40 us": judge(timed.median("put and delete 64 KiB") * 1e6, 40),
+    }
+    return {"measures": timed.document(), "checks": checks}
+
+
 def _server_pid(plane: Any) -> int:
     return int(plane._session.machine.info("server")["process_id"])
 
@@ -420,6 +461,8 @@ BESIDE = (
     ("put", "put 64 MiB", "memcpy 64 MiB"),
     ("put", "put 64 MiB", "memcpy 64 MiB to shared memory"),
     ("put", "put 64 MiB", "ray.put 64 MiB"),
+    ("small", "put 4 KiB", "Redis SET 4 KiB"),
+    ("small", "put and delete 64 KiB", "Redis SET and DEL 64 KiB"),
     ("restore", "restore from memory", "restore from disk"),
     ("restore", "publish to memory", "save to disk, synced"),
 )
@@ -462,12 +505,16 @@ def start_ray() -> tuple[Any, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["all"], help="get put memory restore recover reclaim start all")
+    parser.add_argument(
+        "what", nargs="*", default=["all"], help="get put small memory restore recover reclaim start all"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-ray", action="store_true")
     asked = parser.parse_args()
     wanted = (
-        {"get", "put", "memory", "restore", "recover", "reclaim", "start"} if "all" in asked.what else set(asked.what)
+        {"get", "put", "small", "memory", "restore", "recover", "reclaim", "start"}
+        if "all" in asked.what
+        else set(asked.what)
     )
     home = Path(tempfile.mkdtemp(prefix="rb"))
     ray, folder = (None, "") if asked.no_ray or not wanted & {"get", "put"} else start_ray()
@@ -479,6 +526,8 @@ def main() -> int:
                 result["get"] = bench_get(plane, ray, asked.rounds)
             if "put" in wanted:
                 result["put"] = bench_put(plane, ray, asked.rounds)
+            if "small" in wanted:
+                result["small"] = bench_small(plane, asked.rounds)
             if "memory" in wanted:
                 result["memory"] = bench_memory(home, plane)
             if "restore" in wanted:

@@ -55,6 +55,8 @@ class Name:
     hist: list[int] = field(default_factory=list[int])
     pend: int = 0
     part_epoch: int = -1
+    claim: int = 0
+    by: str = ""
 
 
 @dataclass(slots=True)
@@ -75,6 +77,8 @@ class Client:
     leases: dict[int, int] = field(default_factory=dict[int, int])
     own: dict[int, str] = field(default_factory=dict[int, str])
     drops: dict[int, str] = field(default_factory=dict[int, str])
+    stock: list[int] = field(default_factory=list[int])
+    claims: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class ProtocolMachine:
@@ -191,6 +195,7 @@ class ProtocolMachine:
                 version = self.versions[v]
                 return [v, self.names[name].slot, version.seg, version.off, version.s]
         entry = self.names.get(name)
+        self._check_claim(entry)
         step, auto = self._check_order(entry, kind, epoch, step, -1 if copied else self._fence_of(label))
         if entry is None and not self.slots_free and self.slots >= SLOTS_MAX:
             raise ScriptRefused("SLOTS")
@@ -210,6 +215,68 @@ class ProtocolMachine:
             entry = self.names[name] = Name(slot, kind, label)
         entry.pend += 1
         return [self.ids, entry.slot, seg, off, step]
+
+    def _check_claim(self, entry: Name | None, *at: int) -> None:
+        if entry is not None and entry.claim:
+            raise ScriptRefused("CLAIMED", [entry.slot, entry.by, *at])
+
+    def _stock(self, client: str, block: int, count: int, file: int, n: int, *used: Any) -> list[list[Any]]:
+        if client not in self.clients:
+            raise ScriptRefused("UNJOINED")
+        for at in range(0, len(used), 5):
+            spare, v, step, length, name = used[at : at + 5]
+            if self._adopt(client, spare, v):
+                version = self.versions[v]
+                version.st, version.s, version.length, version.name = "d", step, length, name
+                self._reclaim(v)
+        out: list[list[Any]] = []
+        for _ in range(n):
+            try:
+                seg, off = self._take_block(block, count, file)
+            except ScriptRefused:
+                break
+            self.ids += 1
+            self.versions[self.ids] = Version(
+                "", client, "", 0, 0, seg, off, block, 0, "keep", 1, 0, 1, auto=False, direct=True, st="s"
+            )
+            self.clients[client].stock.append(self.ids)
+            out.append([self.ids, seg, off])
+        return out
+
+    def _claims(self, client: str) -> list[list[list[Any]]]:
+        entry = self.clients.get(client, Client())
+        blocks = [(v, self.versions[v]) for v in entry.stock]
+        names = [[name, self.names[name].slot, base] for name, base in entry.claims.items()]
+        return [names, [[v, each.seg, each.off, each.blk] for v, each in blocks]]
+
+    def _adopt(self, client: str, spare: int, v: int) -> bool:
+        if spare not in self.clients[client].stock:
+            return False
+        self.clients[client].stock.remove(spare)
+        self.versions[v] = self.versions.pop(spare)
+        return True
+
+    def _settle(self, name: str, base: int, spare: int, version: int | str, step: int, length: int, desc: str) -> int:
+        del desc
+        entry = self.names.get(name)
+        if entry is None or not base or entry.claim != base:
+            return 0
+        old = entry.v
+        if version and spare not in self.clients[entry.by].stock:
+            raise ScriptRefused("ABORTED")
+        del self.clients[entry.by].claims[name]
+        by, entry.claim, entry.by = entry.by, 0, ""
+        if version == "":
+            entry.v, entry.e, entry.s = 0, 0, 0
+            self._doom(old)
+            self._forget_if_empty(name)
+        elif isinstance(version, int) and version:
+            self._adopt(by, spare, version)
+            made = self.versions[version]
+            made.st, made.name, made.label, made.e, made.s, made.length = "r", name, entry.label, entry.e, step, length
+            entry.v, entry.s = version, step
+            self._doom(old)
+        return 1
 
     def _check_order(self, entry: Name | None, kind: str, epoch: int, step: int | str, fence: int) -> tuple[int, bool]:
         if epoch < fence:
@@ -245,7 +312,7 @@ class ProtocolMachine:
         segment.used += 1
         return seg, off
 
-    def _commit(self, client: str, v: int) -> list[Any]:
+    def _commit(self, client: str, v: int, claim: int = 0) -> list[Any]:
         version = self.versions.get(v)
         if client not in self.clients:
             raise ScriptRefused("UNJOINED")
@@ -253,13 +320,13 @@ class ProtocolMachine:
             raise ScriptRefused("ABORTED")
         entry = self.names[version.name]
         if version.st == "r":
-            return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v]
+            return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v, 0]
         why = self._refusal(version, v, entry)
         if why is not None:
             self._undo(v)
             raise why
         if version.world > 1 and not self._complete(client, version, v, entry):
-            return ["part", self._received(version), entry.slot, 0, "", entry.v]
+            return ["part", self._received(version), entry.slot, 0, "", entry.v, 0]
         keep: list[int] = []
         for old in ([entry.v] if entry.v else []) + entry.hist:
             if old in self.versions and self.versions[old].s < version.s and len(keep) < version.retain - 1:
@@ -273,7 +340,12 @@ class ProtocolMachine:
         entry.pend -= 1
         if version.orphan == "drop":
             self.clients[client].drops[v] = version.name
-        return ["ready", v, entry.slot, first, _joined(keep), v]
+        plain = version.world == 1 and version.retain == 1 and version.orphan == "keep" and not (entry.pend or keep)
+        if claim and plain:
+            entry.claim, entry.by = self.ids + 1, client
+            self.clients[client].claims[version.name] = entry.claim
+            self.ids += 4096
+        return ["ready", v, entry.slot, first, _joined(keep), v, entry.claim]
 
     def _refusal(self, version: Version, v: int, entry: Name) -> ScriptRefused | None:
         fence = -1 if version.copied else self._fence_of(version.label)
@@ -348,12 +420,14 @@ class ProtocolMachine:
         return 1
 
     def _touch(self, name: str) -> int:
+        self._check_claim(self.names.get(name))
         if name not in self.names or not self.names[name].v:
             raise ScriptRefused("NOTFOUND")
         return self.names[name].v
 
     def _pick(self, client: str, at: int, name: str, selector: str) -> int:
         mode, arg, entry = selector[:1], int(selector[1:] or 0), self.names.get(name)
+        self._check_claim(entry, at)
         if mode in ("v", "h"):
             version = self.versions.get(arg)
             alive = version is not None and (
@@ -387,6 +461,7 @@ class ProtocolMachine:
         if epoch < self._fence_of(label):
             raise ScriptRefused("FENCED", [self._fence_of(label)])
         entry, parts = self.names.get(name), list(self.parts.get(name, {}).values())
+        self._check_claim(entry)
         if entry is None or (entry.v == 0 and not parts):
             raise ScriptRefused("NOTFOUND")
         if slot != entry.slot or expected not in ("", entry.v):
@@ -410,7 +485,7 @@ class ProtocolMachine:
         leases = list(entry.leases)
         for v in leases[:n_max]:
             self._unlease(entry, v)
-        left, pending = max(len(leases) - n_max, 0), list(entry.own)
+        left, pending = max(len(leases) - n_max, 0) + len(entry.stock) + len(entry.claims), list(entry.own)
         for v in pending[:n_max]:
             self._undo(v)
         left += max(len(pending) - n_max, 0)

@@ -6,9 +6,9 @@ registry. ``last`` is the newest id that was ever current. Whoever changes a cur
 its slot: ``version = 0``, script, place, ``last``, ``version``. Death frees the lock and leaves 0, which is slow but
 right, and a mark in ``last``: who takes the lock next waits first until the registry has done what the dead had sent.
 
-Behind the slots lies for each of them the **place** of one version, in four words ``(version, number of the segment,
-offset, block)``: with it a reader needs no registry. A place never changes for a version, so it is right when its
-first word is the version that the slot shows before the place was read and afterwards.
+Behind the slots lie for each of them two **places**, of an even and of an odd version, each in four words ``(version,
+number of the segment, offset, block)``: with it a reader needs no registry. A place never changes while the slot shows
+its version, so it is right when its first word is what the slot shows before the place was read and afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _RINGS: Final = 1 << 40
 _DELETED: Final = 1 << 63
 _INSIDE: Final = 1 << 62
 """In ``last``: a process is between the lock of the slot and the answer of the registry, or died or gave up there."""
-_ID: Final = _INSIDE - 1
+_CLAIMED: Final = 1 << 61
+"""In ``last``: a client puts this name by itself (``ownership.py``). Who takes the mark away has ended the claim."""
+_ID: Final = _CLAIMED - 1
 _PLACE: Final = struct.Struct("<4Q")
 _PLACES_AT: Final = (SLOTS_MAX + 1) * SLOT_BYTES
 _PLACES_STEP: Final = 2048
@@ -61,9 +63,9 @@ class GenerationTable(LockFile):
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(path)
         self._clock = clock
-        size = _PLACES_AT + (SLOTS_MAX + 1) * _PLACE.size
+        size = _PLACES_AT + 2 * (SLOTS_MAX + 1) * _PLACE.size
         if os.fstat(self.fd).st_size < size:
-            os.posix_fallocate(self.fd, 0, _PLACES_AT + _PLACES_STEP * _PLACE.size)
+            os.posix_fallocate(self.fd, 0, _PLACES_AT + 2 * _PLACES_STEP * _PLACE.size)
             os.truncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.words = memoryview(self._map)[:_PLACES_AT].cast("Q")
@@ -94,6 +96,24 @@ class GenerationTable(LockFile):
         """Changes with every fence."""
         return self._allocated[1]
 
+    @property
+    def watched(self) -> bool:
+        """True while events are watched: then every publish commits to the registry at once."""
+        return self._clock.monotonic_s() * 1000 < self._allocated[2]
+
+    def watch(self, ms: int) -> None:
+        """Events are watched for that time."""
+        self._allocated[2] = max(self._allocated[2], int(self._clock.monotonic_s() * 1000) + ms)
+
+    @property
+    def adopted(self) -> int:
+        """Changes with every version that another process than its writer made known to the registry."""
+        return self._allocated[3]
+
+    @adopted.setter
+    def adopted(self, version: int) -> None:
+        self._allocated[3] = version
+
     def fenced(self) -> None:
         """Let those look who work without the registry; the caller holds the lock of all fences."""
         self._allocated[1] += 1
@@ -120,13 +140,13 @@ class GenerationTable(LockFile):
 
     def is_newest(self, slot: int, version: int) -> bool:
         """True when nothing was published in, or deleted from, the slot after this version."""
-        return version != 0 and self.words[2 * slot + 1] & ~_INSIDE == version
+        return version != 0 and self.words[2 * slot + 1] & ~(_INSIDE | _CLAIMED) == version
 
     def place(self, slot: int, version: int) -> Place | None:
         """Where a version lies that the slot shows; None when the table does not say: the registry knows."""
         if slot >= max(self._allocated[0], _PLACES_STEP):
             return None
-        found: Place = _PLACE.unpack_from(self._map, _PLACES_AT + slot * _PLACE.size)
+        found: Place = _PLACE.unpack_from(self._map, _place_at(slot, version))
         return found if found[0] == version else None
 
     def store_place(self, slot: int, place: Place) -> None:
@@ -136,11 +156,33 @@ class GenerationTable(LockFile):
         if slot >= max(self._allocated[0], _PLACES_STEP):
             end = (slot // _PLACES_STEP + 1) * _PLACES_STEP
             try:
-                os.posix_fallocate(self.fd, _PLACES_AT, end * _PLACE.size)
+                os.posix_fallocate(self.fd, _PLACES_AT, 2 * end * _PLACE.size)
             except OSError:
                 return
             self._allocated[0] = end
-        _PLACE.pack_into(self._map, _PLACES_AT + slot * _PLACE.size, *place)
+        _PLACE.pack_into(self._map, _place_at(slot, place[0]), *place)
+
+    def is_claimed(self, slot: int, version: int) -> bool:
+        """True when the claim of who published this version, or deleted up to it, holds; under the slot's lock."""
+        return self.words[2 * slot + 1] & ~(_INSIDE | _DELETED) == version | _CLAIMED
+
+    def store_claimed(self, slot: int, version: int) -> None:
+        """Say what is current now, by who claims the name; the caller holds the slot's lock."""
+        self.words[2 * slot + 1] = version | _CLAIMED
+        self.words[2 * slot] = version
+
+    def store_claimed_deleted(self, slot: int, version: int) -> None:
+        """Say that nothing is current, and that all ids up to this one are gone; as ``store_claimed``."""
+        self.words[2 * slot + 1] = version | _CLAIMED | _DELETED
+        self.words[2 * slot] = 0
+
+    def end_claim(self, slot: int) -> None:
+        """From now on no client puts this name by itself; the caller holds the slot's lock."""
+        self.words[2 * slot + 1] &= ~_CLAIMED
+
+    def hold(self, slot: int, name: str) -> contextlib.AbstractContextManager[None]:
+        """Hold the slot's lock; what it shows stays. Raises as ``slot_lock``."""
+        return _Held(self, {slot: name})
 
     def store(self, slot: int, version: int) -> None:
         """Say what is current now; the caller holds the slot's lock."""
@@ -235,6 +277,10 @@ class GenerationTable(LockFile):
     def unlock(self, key: int) -> None:
         """Release the lock of a key."""
         fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, key * SLOT_BYTES)
+
+
+def _place_at(slot: int, version: int) -> int:
+    return _PLACES_AT + (2 * slot + version % 2) * _PLACE.size
 
 
 class _Taken:

@@ -18,6 +18,7 @@ from rota.tensors.core import HEADER_BYTES
 from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.locks import clients_in, is_alive, noted_in, read_file
 from rota.tensors.namespace import Namespace, remove_unknown
+from rota.tensors.ownership import in_stock
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import STATES, Dump, Row
 from rota.tensors.segments import BlockHeader
@@ -255,11 +256,12 @@ def _header(space: Namespace, version: int, fields: Mapping[str, str]) -> BlockH
 
 def top(space: Namespace, n_max: int = 20) -> TopDocument:
     """Names by bytes, with those that only old leases keep."""
+    space.settle_all()
     space.reap()
     dump, direct = space.registry.dump(), noted_in(space.clients)
     names: dict[str, TopRow] = {}
     for key, fields in dump.items():
-        if key.startswith("v:"):
+        if key.startswith("v:") and fields["st"] != "s":
             none = TopRow(name=fields["name"], bytes=0, doomed_bytes=0, leases=0, versions=0)
             item = names.setdefault(fields["name"], none)
             item["bytes"] += int(fields["blk"])
@@ -272,6 +274,7 @@ def top(space: Namespace, n_max: int = 20) -> TopDocument:
 
 def stats(space: Namespace) -> Stats:
     """Bytes, leases and counts of a namespace and of this process."""
+    space.settle_all()
     space.reap()
     dump = space.registry.dump()
     sizes = dump.get("bytes", {})
@@ -279,7 +282,9 @@ def stats(space: Namespace) -> Stats:
     leases = {key[2:-2]: len(value) for key, value in dump.items() if key.startswith("c:") and key.endswith(":l")}
     states: dict[str, int] = defaultdict(int)
     for key, value in dump.items():
-        if key.startswith("v:"):
+        if key.startswith("v:") and value["st"] == "s":  # in the stock of a client
+            used -= int(value["blk"])
+        elif key.startswith("v:"):
             states[STATES[value["st"]]] += 1
     return {
         "namespace": space.namespace, "names": sum(key.startswith("n:") for key in dump), "versions": dict(states),
@@ -297,6 +302,7 @@ _LOOK_S: Final = 0.02
 def fsck(session: Session, *, repair: bool = False) -> FsckDocument:
     """Check I1 to I7 as of one moment."""
     space = session.space
+    space.retry(space.settle_all)
     dump = space.retry(space.registry.dump)
     found = [*check(dump), *_check_files(space, dump), *_check_table(space, dump), *_check_devices(space, dump)]
     found += _check_notes(space)
@@ -424,8 +430,10 @@ def _check_table(space: Namespace, dump: dict[str, Dump]) -> list[Violation]:
     for key, fields in dump.items():
         if key.startswith("n:") and fields["v"] != "0":
             shown = space.table.current(int(fields["slot"]))
-            now = space.find_row(key[2:])
-            if shown not in (0, int(fields["v"])) and now is not None and now.version != shown:
+            now = next(iter(space.registry.ls(key[2:], n_max=1)), None)
+            if "by" in fields or now is None or now.name != key[2:] or space.table.is_claimed(now.slot, shown):
+                continue
+            if shown not in (0, int(fields["v"])) and now.version != shown:
                 text = f"the table says {shown}, the registry {fields['v']}"
                 found.append(Violation(rule="I3", object=key[2:], detail=text))
     return found
@@ -435,6 +443,7 @@ def _check_notes(space: Namespace) -> list[Violation]:
     """No client notes a version that is gone, for longer than it takes to look at the slot again."""
     lost = set(noted_in(space.clients))
     for _ in range(_LOOKS):
+        lost -= in_stock(space)
         if not lost:
             return []
         lost &= set(space.registry.gone(lost)) & set(noted_in(space.clients))
@@ -487,6 +496,7 @@ def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     if dry_run:
         dead = sum(not is_alive(space.clients, client) for client in clients_in(space.clients))
         return {"swept": dead, "trimmed_bytes": before["free_bytes"], "dropped": [], "dry_run": True}
+    space.claims.shed()
     session.release_ended()
     session.rings.end_all()
     session.release_ended()

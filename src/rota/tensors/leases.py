@@ -200,6 +200,11 @@ class Leases:
         """True while this process leases the version."""
         return version in self._table
 
+    def blocks_of(self, version: int) -> Sequence[PartBlock]:
+        """Where a version lies that this process leases."""
+        with self._lock:
+            return self._table[version].blocks if version in self._table else ()
+
     def find(self, address: int) -> tuple[str, int] | None:
         """Name and version of the block that an address of this process lies in."""
         with self._lock:

@@ -223,7 +223,10 @@ class ClientFile:
             fence()
             yield
         finally:
-            self.clear(place)
+            with self._lock:  # no call of Python, in which the handler of a signal could raise
+                if self._words is not None:
+                    self._words[place] = 0
+                    self._free.append(place)
 
     def close(self) -> None:
         """Release the lock; from now on this client is dead."""

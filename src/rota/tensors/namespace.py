@@ -20,6 +20,7 @@ from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
 from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in, noted_in
+from rota.tensors.ownership import Claims, adopt, settle, settle_client
 from rota.tensors.registry import REJOIN, Registry, Row, ScriptRefused
 from rota.tensors.segments import Segments
 
@@ -32,6 +33,7 @@ _LIMBO_BYTES_MAX: Final = 4 << 20
 _REAP_MAX: Final = 1000
 _PUBLISHED_MAX: Final = 4096
 _DELETE_MAX: Final = 256
+_SETTLES_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,10 @@ class Namespace:
     limbo_count: int = 0
     limbo_bytes: int = 0
     published: dict[str, Published] = field(default_factory=dict[str, Published])
+    claims: Claims = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self)
 
     @property
     def clients(self) -> Path:
@@ -78,15 +84,28 @@ class Namespace:
         """When a wait of ``wait_s`` seconds ends, in seconds of the clock. Raises BadInput unless it is a number."""
         return self.clock.monotonic_s() + check_seconds("wait_s", wait_s)
 
-    def retry(self, action: Callable[[], _T]) -> _T:
-        """Do a repeatable action; when the registry was lost, rebuild or join it again and repeat.
+    def settle_all(self) -> None:
+        """Let the registry know of what clients have put and deleted by themselves. Raises PublishBlocked."""
+        for client in self.registry.members("claimants"):
+            settle(self, client)
+
+    def make_known(self, name: str, version: int) -> None:
+        """Let the registry know of a version that this process leases, and that was put without it."""
+        self.find_row(name)
+        if self.registry.gone([version]):
+            for block in self.leases.blocks_of(version):
+                adopt(self, version, block.seg, block.offset)
+
+    def retry(self, action: Callable[[], _T], *, settles: bool = True) -> _T:
+        """Do a repeatable action; when the registry was lost, rebuild or join it again and repeat, and when it refuses
+        because of a claim, settle that (unless not ``settles``).
 
         Raises ForkedClient in a forked child, ClosedPlane after close, RegistryUnavailable when it stays away.
         """
         for attempt in range(_RETRIES_MAX):
             self.check()
             try:
-                return action()
+                return self._settled(action) if settles else action()
             except ScriptRefused as refused:
                 if refused.code not in REJOIN:
                     raise
@@ -107,6 +126,16 @@ class Namespace:
                 blocking_sleep(_RETRY_S * attempt)
         raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
+    def _settled(self, action: Callable[[], _T]) -> _T:
+        for _ in range(_SETTLES_MAX):
+            try:
+                return action()
+            except ScriptRefused as refused:
+                if refused.code != "CLAIMED":
+                    raise
+                settle(self, refused.words[1], int(refused.words[0]))
+        return action()
+
     def check(self) -> None:
         """Raise ForkedClient or ClosedPlane when this process must not use the store."""
         if self.forked:
@@ -118,6 +147,7 @@ class Namespace:
 
     def rows(self, prefix: str = "") -> list[Row]:
         """Every name with that prefix, with all its leases."""
+        self.settle_all()
         return self.with_leases(self.registry.ls_all(prefix))
 
     def with_leases(self, rows: list[Row]) -> list[Row]:
@@ -151,7 +181,7 @@ class Namespace:
 
     def find_row(self, name: str) -> Row | None:
         """The registry's row of exactly this name."""
-        rows = self.registry.ls(name, n_max=1)
+        rows = self.registry.ls(name, n_max=1, exact=True)
         return rows[0] if rows and rows[0].name == name else None
 
     def not_found(self, name: str) -> errors.NotFound:
@@ -177,12 +207,15 @@ class Namespace:
         return gone
 
     def _delete_batch(self, names: Sequence[str]) -> list[str]:
-        table, known = self.table, {name: self.published.get(name) for name in names}
+        self.check()
+        own = {name for name in names if self.claims.delete(name)}
+        rest = [name for name in names if name not in own]
+        table, known = self.table, {name: self.published.get(name) for name in rest}
         if strange := [name for name, what in known.items() if what is None]:
             rows = self.retry(lambda: self.registry.find_many(strange))
             found = [Published(row.name, row.slot, row.version, row.block) for row in rows if row is not None]
             known = {name: what for name, what in known.items() if what} | {what.name: what for what in found}
-        done: set[str] = set()
+        done = set[str]()
         befores: dict[str, int] = {}
         with table.slot_locks((what.slot, name) for name, what in known.items() if what):
             sure = [what for what in known.values() if what and table.is_newest(what.slot, what.version)]
@@ -205,11 +238,11 @@ class Namespace:
                 if reply[1] if isinstance(reply, tuple) else reply.code == "NOTFOUND":
                     self._take_back(what.name)
             rebuilt = table.epoch != epoch
-        for name in names:  # one by one what another process changed, and all if a rebuild may have brought them back
+        for name in rest:  # one by one what another process changed, and all if a rebuild may have brought them back
             self.published.pop(name, None)
             if (name not in done or rebuilt) and self.delete(name):
                 done.add(name)
-        return [name for name in names if name in done]
+        return [name for name in names if name in done or name in own]
 
     def delete(
         self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
@@ -219,7 +252,10 @@ class Namespace:
         Of several who delete one version, one gets True: also when the registry did it and its reply was lost. Raises
         ScriptRefused when ``label`` is fenced above ``epoch``.
         """
-        for _ in range(_RETRIES_MAX):
+        self.check()
+        if expected is None and not idle and not label and self.claims.delete(name):
+            return True
+        for _ in range(_SETTLES_MAX):
             row = self._find_published(name) or self.retry(lambda: self.find_row(name))
             if row is None:
                 return False
@@ -227,8 +263,8 @@ class Namespace:
                 if isinstance(row, Published) and not self.table.is_newest(row.slot, row.version):
                     continue  # another process changed it
                 if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
-                    now = self.retry(lambda: self.find_row(name))
-                    if now is None or now.version != row.version:
+                    now = self.retry(lambda: self.registry.ls(name, n_max=1))
+                    if not now or (now[0].name, now[0].version) != (name, row.version):
                         continue  # by another since we looked; from here on no other can delete it
                 delete = partial(
                     self.registry.delete, name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
@@ -241,6 +277,8 @@ class Namespace:
                     return self._delete_in(name, row.slot, delete)
                 except ScriptRefused as refused:
                     self.table.store_last(row.slot, before)
+                    if refused.code == "CLAIMED":
+                        continue  # since we looked
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
                         continue  # deleted and made anew since we looked: its slot has another lock
                     return self._not_deleted(row, refused)
@@ -251,7 +289,7 @@ class Namespace:
         header that was not yet known to be a deleted version's, and then the name is there again."""
         for _ in range(_RETRIES_MAX):
             before = self.table.epoch
-            version, pending = self.retry(delete)
+            version, pending = self.retry(delete, settles=False)  # which takes the lock that is held here
             failpoint("deleted")
             self.table.store_deleted(slot, version)
             if pending:
@@ -357,6 +395,7 @@ def sweep_client(space: Namespace, client: str) -> None:
     space.table.settle()
     space.take_back_own(client)
     for _ in range(_SLICES_MAX):
+        settle_client(space, client)
         swept = space.registry.sweep(client, _SLICE)
         failpoint("mid-sweep")
         for version, name in swept.drops:
@@ -371,7 +410,12 @@ def restore_slots(space: Namespace) -> int:
     for row in space.registry.ls_all():
         if row.version and space.table.current(row.slot) == 0 and not space.table.blocker(row.slot):
             with space.table.slot_lock(row.slot, row.name):
-                now = space.find_row(row.name)
+                try:
+                    now = space.find_row(row.name)
+                except ScriptRefused as refused:
+                    if refused.code != "CLAIMED":  # and deleted, maybe
+                        raise
+                    continue
                 if now is not None and now.version and now.slot == row.slot:
                     space.table.store(row.slot, now.version)
                     filled += 1

@@ -31,6 +31,7 @@ from rota.tensors.errors import failpoint
 from rota.tensors.leases import HeldBlock
 from rota.tensors.locks import noted_in
 from rota.tensors.namespace import Namespace
+from rota.tensors.ownership import settle
 from rota.tensors.registry import Leased, PartBlock, ScriptRefused
 from rota.tensors.segments import BlockHeader
 
@@ -169,8 +170,11 @@ class TensorReader:
             try:
                 if (shown := self._get_shown(wanted, sealed, as_)) is not None:
                     return shown
-                return self._space.retry(lambda asked=wanted: self._get(asked, sealed, as_))
+                return self._space.retry(lambda asked=wanted: self._get(asked, sealed, as_), settles=False)
             except ScriptRefused as refused:
+                if refused.code == "CLAIMED":
+                    self._claimed(refused, wanted)
+                    continue
                 if (noted := self._noted(refused, wanted)) is not None:
                     wanted = noted
                     continue
@@ -227,6 +231,13 @@ class TensorReader:
             version=version, slot=slot, epoch=header.epoch, step=header.step, current=version, blocks=(block,)
         )
         return leased, held[0], header
+
+    def _claimed(self, refused: ScriptRefused, wanted: Sequence[tuple[str, str]]) -> None:
+        """Look at the slot of a name that its writer puts by itself; settle what the slot did not answer."""
+        slot, by, at = int(refused.words[0]), refused.words[1], (int(refused.words[2]) - 5) // 2
+        if self._slots.get(wanted[at][0]) == slot:
+            self._space.retry(lambda: settle(self._space, by, slot))
+        self._slots[wanted[at][0]] = slot
 
     def _noted(self, refused: ScriptRefused, wanted: Sequence[tuple[str, str]]) -> list[tuple[str, str]] | None:
         """How to ask for an exact version that was replaced, and that a client keeps by a note in its file alone."""

@@ -17,7 +17,7 @@ from rota.tensors.core import SLOTS_MAX, Json
 _FOLDER = Path(__file__).parent / "scripts"
 REJOIN: Final = ("EPOCH", "UNJOINED")
 """Refusals after which a client joins again and repeats."""
-STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
+STATES = {"s": "spare", "p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
 _DISTRUST = """
 local run = redis.call('HGET', KEYS[1], 'run')
 if run and run ~= '' and run ~= ARGV[1] then redis.call('HDEL', KEYS[1], 'epoch') end
@@ -72,7 +72,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
-    """Result of a commit: the version that became current, or how many parts of the step have come.
+    """Result of a commit: the version that became current, or how many parts of the step have come. ``own``: the first
+    of the ids that the client may give to versions of this name by itself, 0 when it may not.
 
     ``current`` is the current version of the name afterwards: what the generation table must say.
     """
@@ -84,6 +85,7 @@ class CommitResult:
     kept: tuple[int, ...]
     current: int
     received: int = 0
+    own: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,17 +273,40 @@ class Registry:
         replies = self.machine.run_many("reserve", [(client, request, *_asked(ask)) for request, ask in asks])
         return [reply if isinstance(reply, ScriptRefused) else _reserved(reply) for reply in replies]
 
-    def commit(self, client: str, version: int) -> CommitResult:
-        """Make a pending version current, or hand in a part."""
-        return _committed(version, self.machine.run("commit", client, version))
+    def commit(self, client: str, version: int, *, claim: bool = False) -> CommitResult:
+        """Make a pending version current, or hand in a part; ``claim`` its name, if nothing else has to do with it."""
+        return _committed(version, self.machine.run("commit", client, version, int(claim)))
 
-    def commit_many(self, client: str, versions: Sequence[int]) -> list[CommitResult | ScriptRefused]:
+    def commit_many(
+        self, client: str, versions: Sequence[int], claims: Sequence[bool] = ()
+    ) -> list[CommitResult | ScriptRefused]:
         """``commit`` of each, in one round trip."""
-        replies = self.machine.run_many("commit", [(client, version) for version in versions])
+        asked = claims or [False] * len(versions)
+        replies = self.machine.run_many("commit", [(client, v, int(c)) for v, c in zip(versions, asked, strict=True)])
         return [
             reply if isinstance(reply, ScriptRefused) else _committed(version, reply)
             for version, reply in zip(versions, replies, strict=True)
         ]
+
+    def stock(
+        self, client: str, block: tuple[int, int, int], n: int, used: Iterable[tuple[int, int, int, int, str]] = ()
+    ) -> list[tuple[int, str, int]]:
+        """Hand in blocks that are used (id, version, step, length, name), and take ``n`` of a size (block, count, bytes
+        of a file): id, segment, offset of each."""
+        words = [word for each in used for word in each]
+        return [(int(v), _text(seg), int(at)) for v, seg, at in self.machine.run("stock", client, *block, n, *words)]
+
+    def claims(self, client: str) -> tuple[list[tuple[str, int, int]], list[tuple[int, str, int, int]]]:
+        """The names that a client puts by itself (name, slot, first id), its blocks (id, segment, offset, block)."""
+        names, blocks = self.machine.run("claims", client)
+        return [(_text(name), int(slot), int(base)) for name, slot, base in names], [
+            (int(v), _text(seg), int(at), int(block)) for v, seg, at, block in blocks
+        ]
+
+    def settle(self, name: str, base: int, spare: int, version: int | str, step: int, length: int, desc: str) -> int:
+        """End a claim with what its client published (0: nothing that the registry does not know; '': it deleted the
+        name)."""
+        return int(self.machine.run("settle", name, base, spare, version, step, length, desc))
 
     def abort(self, client: str, version: int) -> bool:
         """Undo a pending version; False when it is gone or was committed."""
@@ -343,14 +368,14 @@ class Registry:
         """Files taken out of the registry, to be unlinked by the caller."""
         return [_text(seg) for seg in self.machine.run("trim", before_ms, n_max)]
 
-    def ls(self, prefix: str = "", after: str = "", n_max: int = 500) -> list[Row]:
-        """A page of names."""
-        return [_row(row) for row in self.machine.run("ls", prefix, after, n_max)]
+    def ls(self, prefix: str = "", after: str = "", n_max: int = 500, *, exact: bool = False) -> list[Row]:
+        """A page of names; ``exact``: refused when one of them is claimed, of which the newest is not known here."""
+        return [_row(row) for row in self.machine.run("ls", prefix, after, n_max, int(exact))]
 
     def find_many(self, names: Sequence[str]) -> list[Row | None]:
-        """The row of exactly each name, in one round trip."""
-        pages = self.machine.run_many("ls", [(name, "", 1) for name in names])
-        rows = [_row(page[0]) if page else None for page in pages]
+        """The row of exactly each name, in one round trip; none of a claimed one."""
+        pages = self.machine.run_many("ls", [(name, "", 1, 1) for name in names])
+        rows = [_row(page[0]) if page and not isinstance(page, ScriptRefused) else None for page in pages]
         return [row if row and row.name == name else None for name, row in zip(names, rows, strict=True)]
 
     def ls_all(self, prefix: str = "") -> list[Row]:
@@ -444,11 +469,12 @@ def _reserved(reply: Sequence[Reply]) -> Reserved:
 
 
 def _committed(version: int, reply: Sequence[Reply]) -> CommitResult:
-    kind, value, slot, first, kept, current = reply
+    kind, value, slot, first, kept, current, own = reply
     ready = _text(kind) == "ready"
     return CommitResult(
         ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
         kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
+        own=int(own),
     )  # fmt: skip
 
 

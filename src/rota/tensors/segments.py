@@ -158,15 +158,11 @@ class BlockHeader:
 
         Two, since a reader that leased the version right after the commit reads the first while the second is written.
         """
-        name = self.name.encode()
-        fixed = _FIXED.pack(
-            MAGIC, 0, FORMAT, int(self.group), self.version, self.slot, self.epoch, self.step, self.part, self.world,
+        numbers = (
+            int(self.group), self.version, self.slot, self.epoch, self.step, self.part, self.world,
             self.manifest_bytes, self.offset, self.bytes, self.payload_crc, self.block, self.ctime_ns,
-            self.owner.encode(), len(name),
         )  # fmt: skip
-        raw = bytearray((fixed + name).ljust(STATE_AT, b"\0"))
-        raw[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(raw))
-        return bytes(raw) + pack_state(self.state, self.head, self.kept)
+        return pack_fixed(numbers, self.owner, self.name) + pack_state(self.state, self.head, self.kept)
 
     @staticmethod
     def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> BlockHeader:
@@ -186,6 +182,13 @@ class BlockHeader:
             payload_crc=found[13], block=found[14], ctime_ns=found[15], owner=found[16].rstrip(b"\0").decode(),
             name=data[_FIXED.size : _FIXED.size + found[17]].decode(),
         )  # fmt: skip
+
+
+def pack_fixed(numbers: tuple[int, ...], owner: str, name: str) -> bytes:
+    """The first part of a header alone, of its numbers in their order there."""
+    text = name.encode()
+    raw = (_FIXED.pack(MAGIC, 0, FORMAT, *numbers, owner.encode(), len(text)) + text).ljust(STATE_AT, b"\0")
+    return raw[:_CRC_AT] + zlib.crc32(raw).to_bytes(4, "little") + raw[_CRC_AT + 4 :]
 
 
 def pack_state(state: int, head: int = 0, kept: tuple[int, ...] = ()) -> bytes:
@@ -288,12 +291,12 @@ class Segments:
             return os.pread(file.fileno(), size, offset)
 
     def take_back(self, seg: str, offset: int, version: int) -> None:
-        """Let the header of a block that is still reserved say ``pending`` again, if it says ``prepared``."""
+        """Let the header of a version that the registry did not commit say ``pending`` again."""
         try:
             header = BlockHeader.unpack(self.read(seg, offset, HEADER_BYTES), seg, settled=True)
         except (FileNotFoundError, errors.Corrupt):  # its writer did not come so far
             return
-        if (header.version, header.state) == (version, PREPARED):
+        if header.version == version and header.state != PENDING:
             with self.path(seg).open("r+b") as file:
                 os.pwrite(file.fileno(), pack_state(PENDING), offset + STATE_AT)
 

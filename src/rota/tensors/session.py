@@ -363,7 +363,8 @@ class Session:
         # Another thread reported these before they were joined.
         if ended := [lease for lease in leases if not self.space.leases.has(lease[0])]:
             self.space.registry.release(self.space.client, ended)
-        given_up = {int(word) for word in found} - self.writer.in_flight  # of which a header was left
+        in_flight = self.writer.in_flight | {self.space.claims.in_flight}
+        given_up = {int(word) for word in found} - in_flight  # of which a header was left
         if given_up:
             self.space.take_back_own(self.space.client, given_up)
         for version in given_up:
@@ -396,6 +397,8 @@ class Session:
                     next_linger_s = now_s + _LINGER_S if linger else next_linger_s
                     self.reader.age(linger)
                     self.rings.end_idle()
+                    if linger:
+                        self.space.claims.settle_idle()
                 if now_s >= next_sweep_s:
                     next_sweep_s = now_s + _SWEEP_S * (1 + rng.uniform(-_JITTER, _JITTER))
                     self.sweep()

@@ -33,6 +33,7 @@ from rota.tensors.devices.client import PLACE_BYTES, DevicePlace
 from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
 from rota.tensors.namespace import Namespace, Published
+from rota.tensors.ownership import Put
 from rota.tensors.registry import CommitResult, Reserved, ScriptRefused, VersionRequest, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, BlockHeader, pack_state
 
@@ -81,6 +82,9 @@ class Life:
             "world", self.part[1], 1, WORLD_MAX
         ):
             raise BadInput(f"part={self.part}: (rank, world) with 0 <= rank < world")
+
+
+PLAIN: Final = Life()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +162,29 @@ class TensorWriter:
         is kept.
         """
         draft = lay_out([(key, each.dtype, each.shape) for key, each in sources.items()], order, life, meta, device)
+        plain = kind == "t" and life is PLAIN and not device and not order.copied and not self._check
+        if plain and (done := self._put_claimed(name, draft, sources[name], order)) is not None:
+            return done
         pending = self.reserve(name, kind, draft, order, life)
         with undone_if_raised(self.abort, pending):
             self.copy(pending, [each.data for each in sources.values()])
-            return self.commit(pending)
+            return self.commit(pending, claim=plain and pending.ask.count > 1 and self._space.claims.wants(name))
+
+    def _put_claimed(self, name: str, draft: Draft, source: TensorSource, order: PublishOrder) -> Version | None:
+        """``publish`` without a call, of a name that this client claims."""
+        space = self._space
+        if not space.claims.has(name):
+            return None
+        space.check()
+        size = core.size_class(draft.front, draft.payload)
+        done = space.claims.put(
+            Put(name=name, label=order.label, epoch=order.epoch, step=order.step, size=size, manifest=draft.manifest,
+                start=draft.start, data=source.data)
+        )  # fmt: skip
+        if done is None:
+            return None
+        space.counters["puts"] += 1
+        return Version(name=name, id=done[0], epoch=order.epoch, step=done[1], bytes=draft.payload)
 
     def publish_many(
         self, sources: Mapping[str, TensorSource], order: PublishOrder, life: Life, device: str = ""
@@ -239,6 +262,7 @@ class TensorWriter:
             try:
                 return self._occupy(ask, draft)
             except errors.OutOfMemory as full:
+                self._space.claims.shed()
                 if self._space.reap():
                     continue
                 on_device = draft.device and not isinstance(full, errors.QuotaExceeded)
@@ -283,7 +307,8 @@ class TensorWriter:
         except RotaError:
             raise
         except BaseException:  # Ctrl-C: it may have been done, and the same request has the same answer
-            space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
+            with contextlib.suppress(ScriptRefused):  # then it was not
+                space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
             raise
 
     def _allocate(self, ask: VersionRequest, draft: Draft, reserved: Reserved, spill: bool) -> Pending:
@@ -334,14 +359,15 @@ class TensorWriter:
                     self._write(pending, layout.offset, array)
         failpoint("copied")
 
-    def commit(self, pending: Pending) -> Version:
-        """Make it visible, under the lock of its slot; the header says so after the registry does."""
-        done = self.commit_many([pending])[0]
+    def commit(self, pending: Pending, *, claim: bool = False) -> Version:
+        """Make it visible, under the lock of its slot; the header says so after the registry does. ``claim`` its
+        name."""
+        done = self.commit_many([pending], [claim])[0]
         if isinstance(done, ScriptRefused):
             refusal(done, pending.name, epoch=pending.ask.epoch, step=pending.ask.step)
         return done
 
-    def commit_many(self, pendings: Sequence[Pending]) -> list[Version | ScriptRefused]:
+    def commit_many(self, pendings: Sequence[Pending], claims: Sequence[bool] = ()) -> list[Version | ScriptRefused]:
         """``commit`` of each, in one round trip; those that are refused are undone."""
         space = self._space
         versions = [pending.reserved.version for pending in pendings]
@@ -354,7 +380,7 @@ class TensorWriter:
             failpoint("prepared")
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
-                replies = space.retry(lambda: space.registry.commit_many(space.client, versions))
+                replies = space.retry(lambda: space.registry.commit_many(space.client, versions, claims))
                 failpoint("committed")
                 for pending, done in zip(pendings, replies, strict=True):
                     self._show(pending, done)
@@ -385,16 +411,20 @@ class TensorWriter:
         table, reserved = self._space.table, pending.reserved
         if isinstance(done, ScriptRefused):
             self._space.segments.take_back(reserved.seg, reserved.offset, reserved.version)
-            row = self._space.retry(lambda: self._space.find_row(pending.name))
-            if row is not None and row.version and row.slot == reserved.slot:
-                table.store(row.slot, row.version)
+            with contextlib.suppress(ScriptRefused):  # claimed by now: who asks settles it
+                row = self._space.retry(lambda: self._space.find_row(pending.name), settles=False)
+                if row is not None and row.version and row.slot == reserved.slot:
+                    table.store(row.slot, row.version)
             return
         if done.ready:
             self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
         if done.current == reserved.version and pending.ask.direct:
             number = int(reserved.seg.rpartition("-")[2])
             table.store_place(reserved.slot, (done.current, number, reserved.offset, pending.ask.block))
-        if done.current:
+        if done.own:
+            table.store_claimed(reserved.slot, done.current)
+            self._space.claims.begin(pending.name, (pending.ask.label, pending.ask.epoch), done, reserved)
+        elif done.current:
             table.store(reserved.slot, done.current)
 
     def _published(self, pending: Pending, done: CommitResult) -> Version:

@@ -55,8 +55,7 @@ def plane(own_home: Path, space_name: str) -> Iterator[Plane]:
 
 
 def kill_server(home: Path) -> None:
-    server = redis_server.find_running(environ.Home.of(home))
-    assert server is not None
+    server = wait_until(lambda: redis_server.find_running(environ.Home.of(home)))  # puts go on while none runs
     identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
     process.send_signal(identity, signal.SIGKILL)
     assert not process.wait_gone((identity,), 5)

@@ -46,6 +46,10 @@ def content_of_machine(machine: ProtocolMachine) -> dict[str, Any]:
         "leases": {c: x.leases for c, x in machine.clients.items() if x.leases},
         "own": {c: x.own for c, x in machine.clients.items() if x.own},
         "drops": {c: x.drops for c, x in machine.clients.items() if x.drops},
+        "stock": {c: set(x.stock) for c, x in machine.clients.items() if x.stock},
+        "claims": {c: x.claims for c, x in machine.clients.items() if x.claims},
+        "claimed": {n: (x.claim, x.by) for n, x in machine.names.items() if x.claim},
+        "claimants": {c for c, x in machine.clients.items() if x.claims},
         "clients": set(machine.clients),
         "limbo": machine.limbo,
     }
@@ -81,6 +85,10 @@ def content_of_dump(dump: dict[str, Any]) -> dict[str, Any]:
         "leases": {c: {int(v): int(seq) for v, seq in x.items()} for c, x in under("c:", ":l").items()},
         "own": {c: {int(v): request for v, request in x.items()} for c, x in under("c:", ":o").items()},
         "drops": {c: {int(v): name for v, name in x.items()} for c, x in under("c:", ":d").items()},
+        "stock": {c: set(map(int, x)) for c, x in under("c:", ":b").items()},
+        "claims": {c: {n: int(base) for n, base in x.items()} for c, x in under("c:", ":n").items()},
+        "claimed": {n: (int(x["claim"]), x["by"]) for n, x in under("n:").items() if "claim" in x},
+        "claimants": set(dump.get("claimants", ())),
         "clients": set(dump.get("clients", ())),
         "limbo": {int(v) for v in dump.get("limbo", ())},
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -53,6 +54,11 @@ call = st.one_of(
     st.tuples(st.just("reserve_again"), _client),
     st.tuples(st.just("commit"), _index),
     st.tuples(st.just("commit"), _index),
+    st.tuples(st.just("claim"), _client, _asks),
+    st.tuples(st.just("claim"), _client, _asks),
+    st.tuples(st.just("stock"), _client, st.sampled_from(BLOCKS), st.integers(0, 3), st.none() | _index),
+    st.tuples(st.just("settle"), _index, st.sampled_from(["new", "new", "none", "deleted"])),
+    st.tuples(st.just("claims"), _client),
     st.tuples(st.just("abort"), _index),
     st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
     st.tuples(st.just("get_version"), _client, _index, st.sampled_from("vh")),
@@ -84,7 +90,9 @@ class Driver:
         self.leases: list[tuple[str, int, int]] = []
         self.slots: dict[str, int] = {}
         self.last: dict[str, tuple[str, VersionRequest]] = {}
-        self.seq = self.requests = 0
+        self.claimed: list[tuple[str, str, int]] = []
+        self.spares: list[tuple[str, int]] = []
+        self.seq = self.requests = self.own = 0
         for client in CLIENTS:
             registry.join(client, "")
 
@@ -109,6 +117,40 @@ class Driver:
     def publish(self, client: str, ask: VersionRequest) -> Any:
         done = self.reserve(client, ask)
         return done, self.registry.commit(client, done.version)
+
+    def claim(self, client: str, ask: VersionRequest) -> Any:
+        plain = replace(ask, retain=1, orphan="keep")
+        done = self.registry.commit(client, self.reserve(client, plain).version, claim=True)
+        if done.own:
+            self.claimed.append((client, ask.name, done.own))
+        return done
+
+    def stock(self, client: str, block: tuple[int, int], n: int, used: int | None) -> Any:
+        words = list[tuple[int, int, int, int, str]]()
+        if used is not None and self.spares and self.claimed:
+            client, spare = self.spares[used % len(self.spares)]
+            words = [(spare, self._own_id(), 7, 100, self.claimed[used % len(self.claimed)][1])]
+        done = self.registry.stock(client, (*block, block[0] * block[1]), n, words)
+        self.spares += [(client, spare) for spare, *_ in done]
+        return done
+
+    def _own_id(self) -> int:
+        """An id that a claim gave, or one that no version has."""
+        self.own += 1
+        return (self.claimed[-1][2] if self.claimed else 1 << 40) + self.own
+
+    def settle(self, index: int, how: str) -> Any:
+        if not self.claimed:
+            return None
+        client, name, base = self.claimed[-1 - index % len(self.claimed)]
+        own = [spare for who, spare in self.spares if who == client]
+        if how != "new" or not own:
+            return self.registry.settle(name, base, 0, "" if how == "deleted" else 0, 0, 0, "")
+        return self.registry.settle(name, base, own[index % len(own)], self._own_id(), 1000 + self.own, 100, "")
+
+    def claims(self, client: str) -> Any:
+        names, blocks = self.registry.claims(client)
+        return sorted(names), sorted(blocks)
 
     def reserve_again(self, client: str) -> Any:
         return self.registry.reserve(client, *self.last[client]) if client in self.last else None

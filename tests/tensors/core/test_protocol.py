@@ -61,6 +61,11 @@ def test_when_all_clients_are_swept_and_all_names_deleted_no_block_is_in_use(cal
     driver = Driver(Registry(machine))
     for each in calls:
         driver.make(each)
+    for client in list(machine.clients):
+        for name, _, base in driver.registry.claims(client)[0]:
+            driver.registry.settle(name, base, 0, 0, 0, 0, "")
+        spare = [(each, each, 0, 0, "") for each, *_ in driver.registry.claims(client)[1]]
+        driver.registry.stock(client, (0, 0, 0), 0, spare)
     for name in list(machine.names):
         driver.make(("delete", name, 0, False, "", 0))
     for client in list(machine.clients):

@@ -158,11 +158,11 @@ def test_a_fence_raised_after_the_reservation_refuses_the_commit_and_gives_the_b
 
 def test_a_commit_tells_whether_it_is_the_first_and_what_is_kept(m: ProtocolMachine) -> None:
     a, b, c = (reserve(m, step=step, retain=2, epoch=1)[0] for step in (1, 2, 3))
-    assert m.run("commit", "w", a) == ["ready", a, 1, 1, "", a]
-    assert m.run("commit", "w", a) == ["ready", a, 1, 0, "", a]
-    assert m.run("commit", "w", b) == ["ready", b, 1, 0, str(a), b]
+    assert m.run("commit", "w", a) == ["ready", a, 1, 1, "", a, 0]
+    assert m.run("commit", "w", a) == ["ready", a, 1, 0, "", a, 0]
+    assert m.run("commit", "w", b) == ["ready", b, 1, 0, str(a), b, 0]
     assert m.names["n"].pend == 1
-    assert m.run("commit", "w", c) == ["ready", c, 1, 0, str(b), c]
+    assert m.run("commit", "w", c) == ["ready", c, 1, 0, str(b), c, 0]
     assert (m.names["n"].pend, m.names["n"].e, m.names["n"].s, m.names["n"].hist) == (0, 1, 3, [b])
     assert a not in m.versions and m.clients["w"].own == {}
 
@@ -225,10 +225,10 @@ def test_a_version_that_was_replaced_is_dropped_with_nobody(m: ProtocolMachine) 
 def test_a_step_of_a_group_is_ready_when_its_last_part_is(m: ProtocolMachine) -> None:
     a = reserve(m, "w", step=1, part=0, world=2)[0]
     b = reserve(m, "x", step=1, part=1, world=2)[0]
-    assert m.run("commit", "w", a) == ["part", 1, 1, 0, "", 0]
+    assert m.run("commit", "w", a) == ["part", 1, 1, 0, "", 0, 0]
     assert (m.versions[a].st, m.clients["w"].own, refused(m, "get", "r", 1, "n", "")) == ("q", {}, ("NOTFOUND", ["5"]))
-    assert m.run("commit", "x", b) == ["ready", b, 1, 1, "", b]
-    assert m.run("commit", "w", a) == ["ready", b, 1, 0, "", b]
+    assert m.run("commit", "x", b) == ["ready", b, 1, 1, "", b, 0]
+    assert m.run("commit", "w", a) == ["ready", b, 1, 0, "", b, 0]
     assert (m.names["n"].pend, m.parts["n"], m.versions[a].st, m.versions[b].parts) == (0, {}, "r", [a])
     row = [b, 1, 0, 1, b, b, "seg-1024-1", 1024, 1024, a, "seg-1024-1", 0, 1024]
     assert m.run("get", "r", 1, "n", "") == [row]
@@ -252,7 +252,7 @@ def test_a_whole_step_ends_the_parts_of_earlier_ones_and_keeps_those_of_later_on
     publish(m, "x", step=2, part=1, world=2)
     assert (early in m.versions, late in m.versions) == (False, True)
     assert (m.parts["n"], m.names["n"].pend, m.names["n"].s) == ({(0, 3, 0): late}, 1, 2)
-    assert m.run("commit", "w", late) == ["part", 1, 1, 0, "", m.names["n"].v]
+    assert m.run("commit", "w", late) == ["part", 1, 1, 0, "", m.names["n"].v, 0]
 
 
 def test_parts_of_an_older_epoch_are_fenced_by_a_part_of_a_newer_one(m: ProtocolMachine) -> None:

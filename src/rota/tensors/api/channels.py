@@ -229,6 +229,8 @@ class Channel:
 
 _POLL_MS: Final = 200
 _BATCH_MAX: Final = 500
+_WATCHED_MS: Final = 10_000
+"""For this time after its last look a watch still makes every put commit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +267,7 @@ class Watch:
     ) -> None:
         self._space, self._machine, self._prefix = space, machine, prefix
         self._epoch = space.table.epoch
+        self._look()
         self._at = machine.last_event() if after is None else "-".join(map(str, _order(after)))
         self._resumed = after is not None
         self._closed = threading.Event()
@@ -275,6 +278,7 @@ class Watch:
 
     def __iter__(self) -> Iterator[TensorEvent]:
         while not self._closed.is_set() and not self._space.closed:
+            self._look()
             self._check_gap()
             try:
                 found = self._machine.events(self._at, _POLL_MS, _BATCH_MAX)
@@ -298,6 +302,13 @@ class Watch:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _look(self) -> None:
+        """Let every put commit from now on, and settle those that did not."""
+        watched = self._space.table.watched
+        self._space.table.watch(_WATCHED_MS)
+        if not watched:
+            self._space.retry(self._space.settle_all)
 
     def _check_gap(self) -> None:
         if self._space.table.epoch != self._epoch:

@@ -28,7 +28,7 @@ from rota.tensors.locks import PIN_MARK
 from rota.tensors.reader import Snapshot, chosen, selector_of
 from rota.tensors.registry import PartBlock, Row, ScriptRefused
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
-from rota.tensors.writer import Life, Pending, PublishOrder, Version, lay_out
+from rota.tensors.writer import PLAIN, Life, Pending, PublishOrder, Version, lay_out
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,8 @@ class Plane:
         check_only("scope", scope, "node", _FETCH)
         check_only("ready", ready, "sync", "the writer's stream is waited for before the name is seen")
         order = self._order(step, label, epoch)
-        life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
+        is_plain = (orphan, retain, mutable, evictable) == ("keep", 1, False, False)
+        life = PLAIN if is_plain else Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
         uuid = self._device(device)
         return self._writer.publish(name, "t", {name: self._source(tensor, uuid)}, order, life, None, uuid)
 
@@ -490,6 +491,7 @@ class Plane:
         if (found := self.version_of(tensor)) is None:
             raise errors.NotFound("this tensor is not a view of a shared tensor")
         name, version = found
+        self._space.retry(lambda: self._space.make_known(name, version))
         pinned = "" if holder is None else self._pin(name, holder, f"h{version}").holder
         return TensorRef(namespace=self._space.namespace, name=name, version=version, holder=pinned)
 

@@ -1,5 +1,7 @@
--- commit client version: make a pending version the current one of its name, or one part of a group step.
--- Returns {'ready', head, slot, first, kept ids, current} or {'part', received, slot, 0, '', current}; a refusal aborts it.
+-- commit client version [claim]: make a pending version the current one of its name, or one part of a group step.
+-- Returns {'ready', head, slot, first, kept ids, current, first own id} or {'part', received, slot, 0, '', current, 0}; a refusal aborts it.
+-- With `claim` the client puts the name by itself from now on, if nothing else has to do with it: the last of the reply is
+-- then the first of ids that are its own, else 0.
 if stale() then return refuse('EPOCH') end
 local client, v = ARGV[3], ARGV[4]
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
@@ -7,7 +9,7 @@ local f = call('HMGET', P .. 'v:' .. v, 'st', 'name', 'e', 's', 'label', 'part',
 local st, name, e, s, world = f[1], f[2], tonumber(f[3]), tonumber(f[4]), tonumber(f[7])
 if not st or st == 'd' then return refuse('ABORTED') end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'hist', 'pe')
-if st == 'r' then return {'ready', f[12] or v, n[4], '0', n[5], n[1]} end
+if st == 'r' then return {'ready', f[12] or v, n[4], '0', n[5], n[1], '0'} end
 
 local function refused()
   local fence = f[13] == '1' and -1 or fence_of(f[5])
@@ -42,7 +44,7 @@ if world > 1 then
       if id ~= v then parts[#parts + 1] = id end
     end
   end
-  if received < world then return {'part', tostring(received), n[4], '0', '', n[1]} end
+  if received < world then return {'part', tostring(received), n[4], '0', '', n[1], '0'} end
   for part = 0, world - 1 do call('HDEL', key, step .. part) end
   for _, id in ipairs(parts) do call('HSET', P .. 'v:' .. id, 'st', 'r', 'head', v) end
   call('HSET', P .. 'v:' .. v, 'parts', table.concat(parts, ' '))
@@ -65,8 +67,16 @@ local hist = table.concat(keep, ' ')
 call('HSET', P .. 'v:' .. v, 'st', 'r')
 call('HDEL', P .. 'c:' .. client .. ':o', v)
 call('HSET', P .. 'n:' .. name, 'v', v, 'e', f[3], 's', f[4], 'hist', hist, 'label', f[5])
-call('HINCRBY', P .. 'n:' .. name, 'pend', -1)
+local pend = call('HINCRBY', P .. 'n:' .. name, 'pend', -1)
 if f[10] == 'drop' then call('HSET', P .. 'c:' .. client .. ':d', v, name) end
 if f[11] == '1' then call('ZADD', P .. 'evict', NOW, name) end
 event('published', name, v, f[4])
-return {'ready', v, n[4], n[1] == '0' and '1' or '0', hist, v}
+local base = '0'
+if ARGV[5] == '1' and pend == 0 and hist == '' and world == 1 and f[8] == '1' and f[10] == 'keep' and f[11] ~= '1'
+    and call('HLEN', P .. 'c:' .. client .. ':n') < 256 then
+  base = string.format('%d', call('INCRBY', P .. 'ver', 4096) - 4095)
+  call('HSET', P .. 'n:' .. name, 'claim', base, 'by', client)
+  call('HSET', P .. 'c:' .. client .. ':n', name, base)
+  call('SADD', P .. 'claimants', client)
+end
+return {'ready', v, n[4], n[1] == '0' and '1' or '0', hist, v, base}

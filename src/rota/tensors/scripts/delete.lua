@@ -6,7 +6,8 @@ if stale() then return refuse('EPOCH') end
 local name, slot, expected = ARGV[3], ARGV[4], ARGV[5]
 local fence = fence_of(ARGV[7])
 if tonumber(ARGV[8]) < fence then return refuse('FENCED', fence) end
-local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 's')
+local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 's', 'by')
+if n[5] then return refuse('CLAIMED', n[3], n[5]) end
 local parts = call('HVALS', P .. 'p:' .. name)
 if not n[1] or (n[1] == '0' and #parts == 0) then return refuse('NOTFOUND') end
 if n[3] ~= slot or (expected ~= '' and n[1] ~= expected) then return refuse('CHANGED', n[1], n[3]) end

@@ -6,7 +6,8 @@ local client, seq, found, rows = ARGV[3], ARGV[4], {}, {}
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
 for i = 5, #ARGV, 2 do
   local name, mode, arg = ARGV[i], string.sub(ARGV[i + 1], 1, 1), tonumber(string.sub(ARGV[i + 1], 2))
-  local n = call('HMGET', P .. 'n:' .. name, 'v', 's', 'slot', 'hist', 'evict')
+  local n = call('HMGET', P .. 'n:' .. name, 'v', 's', 'slot', 'hist', 'by')
+  if n[5] then return refuse('CLAIMED', n[3], n[5], i) end
   local pick = nil
   if mode == 'v' or mode == 'h' then
     local id = string.sub(ARGV[i + 1], 2)

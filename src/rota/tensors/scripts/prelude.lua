@@ -34,7 +34,42 @@ local function free(v)
   if f[8] == 'drop' then call('HDEL', P .. 'c:' .. f[7] .. ':d', v) end
   give_back(f[1], f[2], f[3])
   for _, part in ipairs(words(f[6])) do free(part) end
-  event('reclaimed', f[4], v, f[5])
+  if f[4] ~= '' then event('reclaimed', f[4], v, f[5]) end
+end
+
+-- A block of a size: its segment and offset; or nil, the bytes of all files, and the quota that they would exceed.
+local function take_block(blk, count, file)
+  local free, seg, off = call('RPOP', P .. 'free:' .. blk), nil, nil
+  if free then
+    seg, off = string.match(free, '(%S+) (%S+)')
+  else
+    seg = call('GET', P .. 'cur:' .. blk)
+    local at = seg and tonumber(call('HGET', P .. 's:' .. seg, 'next') or count) or count
+    if at >= count then
+      local quota = call('HGET', P .. 'cfg', 'quota')
+      local files = tonumber(call('HGET', P .. 'bytes', 'files') or '0')
+      if quota and files + file > tonumber(quota) then return nil, nil, files, quota end
+      seg, at = 'seg-' .. blk .. '-' .. call('INCR', P .. 'ver'), 0
+      call('HSET', P .. 's:' .. seg, 'blk', blk, 'count', count, 'file', file, 'next', 0, 'used', 0)
+      call('SADD', P .. 'segs', seg)
+      call('HINCRBY', P .. 'bytes', 'files', file)
+      call('SET', P .. 'cur:' .. blk, seg)
+    end
+    call('HINCRBY', P .. 's:' .. seg, 'next', 1)
+    off = string.format('%d', at * tonumber(blk))
+  end
+  call('HINCRBY', P .. 's:' .. seg, 'used', 1)
+  call('ZREM', P .. 'idle', seg)
+  call('HINCRBY', P .. 'bytes', 'used', blk)
+  return seg, off
+end
+
+-- A spare block of a client (see stock.lua) becomes that of a version; false when it is not the client's any more.
+local function adopt(client, spare, v, ...)
+  if call('HDEL', P .. 'c:' .. client .. ':b', spare) == 0 then return false end
+  if spare ~= v then call('RENAME', P .. 'v:' .. spare, P .. 'v:' .. v) end
+  call('HSET', P .. 'v:' .. v, 'at', NOW, ...)
+  return true
 end
 
 -- The last lease that is known here ended. A version that readers may lease by a note in their file alone ("dir") waits

@@ -15,7 +15,8 @@ end
 
 local fence = ARGV[22] == '1' and -1 or fence_of(label)
 if tonumber(epoch) < fence then return refuse('FENCED', fence) end
-local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'kind')
+local n = call('HMGET', P .. 'n:' .. name, 'v', 'e', 's', 'slot', 'kind', 'by')
+if n[6] then return refuse('CLAIMED', n[4], n[6]) end
 if n[5] and n[5] ~= kind then return refuse('KIND', n[5]) end
 if step == '' then
   auto = '1'
@@ -30,32 +31,8 @@ if not n[4] and call('LLEN', P .. 'slotfree') == 0
     and tonumber(call('HGET', P .. 'cfg', 'slots')) >= tonumber(call('HGET', P .. 'cfg', 'slots_max')) then
   return refuse('SLOTS')
 end
-local seg, off
-local free = call('RPOP', P .. 'free:' .. blk)
-if free then
-  seg, off = string.match(free, '(%S+) (%S+)')
-else
-  seg = call('GET', P .. 'cur:' .. blk)
-  local at = seg and tonumber(call('HGET', P .. 's:' .. seg, 'next') or count) or count
-  if at >= count then
-    local quota = call('HGET', P .. 'cfg', 'quota')
-    local files = tonumber(call('HGET', P .. 'bytes', 'files') or '0')
-    if quota and files + file > tonumber(quota) then
-      return refuse('QUOTA', files, quota)
-    end
-    seg, at = 'seg-' .. blk .. '-' .. call('INCR', P .. 'ver'), 0
-    call('HSET', P .. 's:' .. seg, 'blk', blk, 'count', count, 'file', file, 'next', 0, 'used', 0)
-    call('SADD', P .. 'segs', seg)
-    call('HINCRBY', P .. 'bytes', 'files', file)
-    call('SET', P .. 'cur:' .. blk, seg)
-  end
-  call('HINCRBY', P .. 's:' .. seg, 'next', 1)
-  off = string.format('%d', at * tonumber(blk))
-end
-call('HINCRBY', P .. 's:' .. seg, 'used', 1)
-call('ZREM', P .. 'idle', seg)
-call('HINCRBY', P .. 'bytes', 'used', blk)
-
+local seg, off, files, quota = take_block(blk, count, file)
+if not seg then return refuse('QUOTA', files, quota) end
 local v = string.format('%d', call('INCR', P .. 'ver'))
 call('HSET', P .. 'v:' .. v, 'st', 'p', 'name', name, 'refs', 0, 'owner', client, 'label', label, 'e', epoch, 's', step,
   'seg', seg, 'off', off, 'blk', blk, 'len', ARGV[13], 'desc', ARGV[14], 'orphan', ARGV[15], 'retain', ARGV[16],

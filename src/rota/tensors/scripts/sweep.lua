@@ -2,7 +2,8 @@
 -- Returns {left, leases ended, publishes aborted, [version name]... to delete because their owner is gone}.
 if stale() then return refuse('EPOCH') end
 local client, n_max = ARGV[3], tonumber(ARGV[4])
-local base, ended, aborted, left, out = P .. 'c:' .. client, 0, 0, 0, {}
+local base, ended, aborted, out = P .. 'c:' .. client, 0, 0, {}
+local left = call('HLEN', base .. ':b') + call('HLEN', base .. ':n')
 for _, v in ipairs(call('HKEYS', base .. ':l')) do
   if ended < n_max then
     unlease(client, v)

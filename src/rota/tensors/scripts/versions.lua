@@ -10,7 +10,8 @@ local function add(id)
     for _, part in ipairs(words(call('HGET', P .. 'v:' .. id, 'parts'))) do add(part) end
   end
 end
-local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist')
+local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 'by')
+if n[4] then return refuse('CLAIMED', n[3], n[4]) end
 for _, id in ipairs(words((n[1] or '') .. ' ' .. (n[2] or ''))) do add(id) end
 for _, id in ipairs(call('HVALS', P .. 'p:' .. name)) do add(id) end
 for _, id in ipairs(call('SMEMBERS', P .. 'limbo')) do add(id) end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,3 +153,26 @@ def test_what_a_keeper_does_not_have_and_what_the_platform_lacks_is_named(
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(errors.IpcUnavailable, match="this platform has no memfds"):
         Memfd().uuids()
+
+
+def test_a_keeper_that_does_not_answer_makes_no_get_of_another_store_wait(
+    plane: Plane, actors: Crew, tensor_home: Path
+) -> None:
+    plane.put("w", np.ones(10))
+    assert actors.run("plane.put('large', np.ones(8_000_000))", device="memfd") == 0  # a slab that is not open here
+    keeper = ask(plane, op="stat")["pid"]
+    with rota.tensors.connect(home=tensor_home, namespace="memfd-2", device="memfd", keep=True) as other:
+        assert Crew(actors._actors, tensor_home, "memfd-2").run("plane.put('w', np.ones(10))", device="memfd") == 0
+        os.kill(keeper, signal.SIGSTOP)
+        try:
+            stuck = threading.Thread(target=plane.get, args=("large",))
+            stuck.start()
+            stuck.join(0.5)
+            began_s = time.monotonic()
+            assert other.get("w", as_="numpy").sum() == 10
+            assert stuck.is_alive() and time.monotonic() - began_s < 10.0  # one answer is waited for 30 s
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+        stuck.join(30.0)
+        assert plane.get("large", as_="numpy").sum() == 8_000_000
+        end(other)

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from rota.runtime import environ, file_locks, process
 from rota.runtime.clock import Clock, blocking_sleep
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_in, view_of
@@ -162,6 +164,8 @@ class _Use:
 # a process opens a slab once for all its namespaces
 _open: dict[str, _Slab] = {}
 _open_lock = threading.Lock()
+# held while a slab is opened, which may wait for its keeper: not for that of another slab
+_opening: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 
 
 class Devices:
@@ -213,15 +217,15 @@ class Devices:
         device = self._ordinal(name, uuid)
         if not is_alive(self._clients, place.keeper):
             raise _lost(name, uuid)
+        start = self._opened(name, uuid, place, device) + place.offset
         with self._lock:
-            start = self._opened(name, uuid, place, device) + place.offset
+            used = lease is not None and version not in self._uses
             if lease is not None:  # without one a writer looks, who waits for his stream himself
-                use = self._uses.get(version)
-                if use is None:
-                    use = self._uses[version] = _Use(name, start, start + place.bytes, place.slab)
-                    with _open_lock:
-                        _open[place.slab].uses += 1
+                use = self._uses.setdefault(version, _Use(name, start, start + place.bytes, place.slab))
                 self._note(use, self.driver.stream(device))
+            if not used:
+                with _open_lock:
+                    _open[place.slab].uses -= 1
         memory, base = self.driver.memory(start, place.bytes), 0
         if sealed and self.driver.host and isinstance(self.driver, Memfd):
             memory, base = self.driver.sealed(start, place.bytes)
@@ -316,30 +320,37 @@ class Devices:
         return uuids.index(uuid)
 
     def _opened(self, name: str, uuid: str, place: DevicePlace, device: int) -> int:
+        """The address of a slab, opened if need be, with one use more of it."""
         with _open_lock:
-            found = _open.get(place.slab)
-            if found is None:
-                try:
-                    fd = os.open(self.folder / place.slab, os.O_RDWR | os.O_CLOEXEC)
-                except FileNotFoundError:
+            lock = _opening.setdefault(place.slab, threading.Lock())
+        with lock:
+            with _open_lock:
+                found = _open.get(place.slab)
+                if found is not None:
+                    found.uses, found.used_s = found.uses + 1, self._clock.monotonic_s()
+                    return found.address
+            address, fd = self._mapped(name, uuid, place, device)
+            with _open_lock:
+                _open[place.slab] = _Slab(self.folder, address, fd, self._clock.monotonic_s(), uses=1)
+                return address
+
+    def _mapped(self, name: str, uuid: str, place: DevicePlace, device: int) -> tuple[int, int]:
+        """The address of a slab that is opened now, and the descriptor that is locked as long as it is."""
+        try:
+            fd = os.open(self.folder / place.slab, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise _lost(name, uuid) from None
+        with undone_if_raised(os.close, fd):
+            fcntl.lockf(fd, fcntl.LOCK_SH)
+            facts = json.loads(os.pread(fd, 4096, 0))
+            try:
+                handle = self._receive(uuid, place.slab) if self.driver.host else bytes.fromhex(facts["handle"])
+                return self.driver.open(device, handle), fd
+            except errors.IpcUnavailable:
+                blocking_sleep(_SWEEP_S)  # who sweeps a dead keeper holds its lock for a moment
+                if not is_alive(self._clients, place.keeper):
                     raise _lost(name, uuid) from None
-                fcntl.lockf(fd, fcntl.LOCK_SH)
-                facts = json.loads(os.pread(fd, 4096, 0))
-                try:
-                    handle = self._receive(uuid, place.slab) if self.driver.host else bytes.fromhex(facts["handle"])
-                    address = self.driver.open(device, handle)
-                    found = _open[place.slab] = _Slab(self.folder, address, fd, 0.0)
-                except errors.IpcUnavailable:
-                    os.close(fd)
-                    blocking_sleep(_SWEEP_S)  # who sweeps a dead keeper holds its lock for a moment
-                    if not is_alive(self._clients, place.keeper):
-                        raise _lost(name, uuid) from None
-                    raise
-                except BaseException:
-                    os.close(fd)
-                    raise
-            found.used_s = self._clock.monotonic_s()
-            return found.address
+                raise
 
     def _receive(self, uuid: str, slab: str) -> bytes:
         """The descriptor of a slab, sent by its keeper, as a handle. Raises IpcUnavailable when there is none."""

@@ -71,8 +71,7 @@ STORABLE = AfterValidator(_storable)
 TERMINAL_PATH = "/api/v1/jobs/{job}/terminals/{terminal}"
 HEARTBEAT_PATH = "/api/v1/machines/{host}/heartbeat"
 NOT_AUDITED = (TERMINAL_PATH, HEARTBEAT_PATH)
-"""Routes of which each use is a change of nothing that lasts, and which are used again and again."""
-"""Input of a terminal: the audit has its opening, not what is typed."""
+"""Used again and again, without a change that lasts: of a terminal the audit has its opening, not what is typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,8 +214,7 @@ class Scheduler:
             case JobAdmitted(placement=placement, starts=starts) if known is not None:
                 requests = self._requests_of(started_spec(known.spec, starts))
                 own = tuple((request, placement.gang(request.gang)) for request in requests)
-                epoch = int(event.epoch)
-                known = replace(known, attempts=event.attempt, epoch=epoch, own=own, bundles=bundles_of(own))
+                known = replace(known, attempts=event.attempt, epoch=int(event.epoch), own=own, bundles=bundles_of(own))
                 self._jobs[job] = replace(known, arrived=frozenset(), gone=frozenset())
                 self._hold(job, own, self._choice(job, starts, requests), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
@@ -224,39 +223,13 @@ class Scheduler:
             case PreemptAsked(gang=str(gang), for_job=other):
                 self._happened(events.StopRequested(job=row_of(job, gang), for_job=JobId(other)), at)
             case PreemptAsked(reason=reason, for_job=other):
-                self._misplaced.pop(job, None)
-                stop = events.StopRequested(job=job, final=reason is Reason.PAUSED, for_job=JobId(other))
-                self._happened(stop, at)
-                self._forget_waiting(job, known, at)
-                if reason is Reason.PAUSED:
-                    self._happened(events.JobPaused(job=job, paused=True), at)
+                self._stop(job, known, at, final=reason is Reason.PAUSED, for_job=JobId(other))
             case MoveAsked(node=node, due_at=None):
                 self._asked_to_leave.pop((node, job), None)
             case MoveAsked(node=node, due_at=float(due_at)):
                 self._asked_to_leave[(node, job)] = due_at
-            case GangAsked() if known is not None:
-                self._asked(job, known, event)
-            case GangGranted() if known is not None:
-                self._granted(job, known, event, at)
-            case GangWaits(gang=gang, reason=reason):
-                row, wait = row_of(job, gang), Wait(reason=reason, text=event.text)
-                if row in self._back:
-                    self._back[row] = tuple(one for one in self._back[row] if one not in event.back)
-                self._happened(events.ReasonGiven(job=row, wait=wait), at)
-            case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
-                self._started(job, known, InstanceId(role, rank), node, at)
-            case GangReleased(gang=gang, gone=gone) if known is not None:
-                if gone:
-                    known = self._free_cores(job, known, gang, at)
-                if gone and any(request.gang == gang for request, _ in known.own):
-                    self._moved(job, known, gang, at)
-                else:
-                    self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
-                self._misplaced.pop(job, None)
-                self._happened(events.StopRequested(job=job, final=True), at)
-                self._forget_waiting(job, known, at)
-                self._happened(events.JobPaused(job=job, paused=True), at)
+                self._stop(job, known, at, final=True)
             case UploadStarted():  # as of a job that is paused: all is given back
                 self._forget_all(job, known, at)
                 self._release(job, at)
@@ -277,7 +250,38 @@ class Scheduler:
                 self._happened(events.JobGone(job=job), at)
                 self._release_dependents(job, event, at)
             case _:
+                self._gang_record(job, known, event, at)
+
+    def _gang_record(self, job: JobId, known: _Known | None, event: Event, at: float) -> None:
+        match event:
+            case GangAsked() if known is not None:
+                self._asked(job, known, event)
+            case GangGranted() if known is not None:
+                self._granted(job, known, event, at)
+            case GangWaits(gang=gang, reason=reason):
+                row, wait = row_of(job, gang), Wait(reason=reason, text=event.text)
+                if row in self._back:
+                    self._back[row] = tuple(one for one in self._back[row] if one not in event.back)
+                self._happened(events.ReasonGiven(job=row, wait=wait), at)
+            case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
+                self._started(job, known, InstanceId(role, rank), node, at)
+            case GangReleased(gang=gang, gone=gone) if known is not None:
+                if gone:
+                    known = self._free_cores(job, known, gang, at)
+                if gone and any(request.gang == gang for request, _ in known.own):
+                    self._moved(job, known, gang, at)
+                else:
+                    self._forget(job, known, lambda request: request.gang == gang, at)
+            case _:
                 pass
+
+    def _stop(self, job: JobId, known: _Known | None, at: float, *, final: bool, for_job: JobId | None = None) -> None:
+        """A job is asked to let go, and waits for no gang any more; where it is ``final``, for nothing else either."""
+        self._misplaced.pop(job, None)
+        self._happened(events.StopRequested(job=job, final=final, for_job=for_job), at)
+        self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
+        if final:
+            self._happened(events.JobPaused(job=job, paused=True), at)
 
     def _learn(self, job: JobId, known: _Known, at: float) -> None:
         known = self._jobs[job] = replace(known, requests=self._requests_of(known.spec))
@@ -388,10 +392,6 @@ class Scheduler:
         self._short.pop(job, None)
         self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
         self._forget(job, known, lambda request: True, at)
-
-    def _forget_waiting(self, job: JobId, known: _Known | None, at: float) -> None:
-        """A job that is asked to stop waits for no gang any more."""
-        self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
 
     def _moved(self, job: JobId, known: _Known, gang: GangId, at: float) -> None:
         """A reservation is gone: what took its place is the holding of the job itself, else the rest of the gangs is.

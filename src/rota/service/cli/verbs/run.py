@@ -82,21 +82,42 @@ class ChangeFlags:
 NO_CHANGES = ChangeFlags()
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WaitFlags:
+    """The flags of ``rota run`` and ``rota clone`` that say how long they stay with the job."""
+
+    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False
+    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False
+    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = ""
+
+    def given(self) -> dict[str, object]:
+        """Their values by their names."""
+        return {"-d": self.detach, "-w": self.wait, "--timeout": self.timeout}
+
+    def follow(self, terminal: Terminal) -> tuple[bool, float | None]:
+        """Whether the output is followed, and for how many seconds at most. Raises BadInput if nothing waits."""
+        timeout_s = ago_s(self.timeout)
+        follows = terminal.live and not self.detach and not terminal.json and not self.wait
+        if self.timeout and not (follows or self.wait):
+            raise BadInput(f"--timeout {self.timeout} is how long to wait, and nothing waits", hint="add -w")
+        return follows, timeout_s
+
+
+NO_WAIT = WaitFlags()
+
+
 def run(
     file: Annotated[str, Parameter(help="Job file (YAML, JSON; '-' is stdin) or shell script.")] = "",
     *,
     argv: Annotated[list[str] | None, Parameter(show=False)] = None,
     changes: ChangeFlags = NO_CHANGES,
     workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
-    check: Annotated[
-        bool, Parameter(help="Only report every mistake of the file, its queue and its workloads.")
-    ] = False,
+    check: Annotated[bool, Parameter(help="Only report every mistake of the file, its queue and workloads.")] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
     ignore_image: Annotated[bool, Parameter(help="Run a job that names an image without it.")] = False,
-    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
-    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
-    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
+    waits: WaitFlags = NO_WAIT,
     shell: Annotated[bool, Parameter(help="A job with a terminal, which ends with its shell or command.")] = False,
     sweep: SweepFlags = NO_SWEEP,
     flags: Flags = DEFAULT_FLAGS,
@@ -120,16 +141,11 @@ def run(
     """
     _check_workdir(workdir, flags)
     sets = changes.sets()
-    body = _body(file, ["sh"] if shell else argv, sets, changes.resources, workdir)
+    body = _body(file, ["sh"] if shell else argv, sets, changes.resources, workdir, ignore_image)
     if shell:
-        body["source"] = shell_source({"-d": detach, "-w": wait, "--timeout": timeout, "--sweep": sweep != NO_SWEEP})
-    if ignore_image:
-        body["ignore_image"] = True
-    terminal = flags.terminal()
-    follow = terminal.live and not detach and not terminal.json and not wait
-    timeout_s = ago_s(timeout)  # every mistake is reported before anything is started
-    if timeout and not (follow or wait):
-        raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
+        body["source"] = shell_source({**waits.given(), "--sweep": sweep != NO_SWEEP})
+    terminal, wait = flags.terminal(), waits.wait
+    follow, timeout_s = waits.follow(terminal)  # every mistake is reported before anything is started
     headers = _headers(file)
     spec = _as_given(sets, lambda: _in_all_roles(changes.env, body, sets, _read(body, flags), flags), headers)
     plan = None if sweep == NO_SWEEP else _as_given(sets, lambda: plan_sweep(sweep, body, spec), headers)
@@ -144,7 +160,7 @@ def run(
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
     with _client(flags, terminal) as client:
         if plan is not None:
-            return _sweep(client, terminal, plan, wait=wait or follow, detach=detach, timeout_s=timeout_s)
+            return _sweep(client, terminal, plan, wait=wait or follow, detach=waits.detach, timeout_s=timeout_s)
         handle = _as_given(sets, lambda: client.submit(body), headers)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         _note(terminal, unenforced(spec) if ignore_image else ())
@@ -200,8 +216,7 @@ def clone(
     set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the job; repeatable.")] = None,
     name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the new job.")] = "",
     ignore_image: Annotated[bool, Parameter(help="Run a job that names an image without it.")] = False,
-    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
-    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
+    waits: WaitFlags = NO_WAIT,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Submit a job again as it is now, live or ended, with changes. The copy begins anew, without its commits.
@@ -214,11 +229,11 @@ def clone(
     """
     terminal = flags.terminal()
     changes = ChangeFlags(set_=set_, name=name).sets()
+    follow, timeout_s = waits.follow(terminal)
     with flags.client() as client:
         made = _as_given(changes, lambda: client.clone(job, set=[*changes], ignore_image=ignore_image))
         terminal.note(f"{made.id} submitted  {made.document['url']}")
-        follow = terminal.live and not detach and not terminal.json and not wait
-        return _watched(flags, client, made.document, follow=follow, wait=wait, timeout_s=None)
+        return _watched(flags, client, made.document, follow=follow, wait=waits.wait, timeout_s=timeout_s)
 
 
 def _sweep(
@@ -255,12 +270,14 @@ def _in_all_roles(
     return _read(body, flags)
 
 
-def _body(file: str, argv: list[str] | None, changes: dict[str, str], res: Mapping[str, str], workdir: str) -> JobText:
+def _body(
+    file: str, argv: list[str] | None, changes: dict[str, str], res: Mapping[str, str], workdir: str, ignore_image: bool
+) -> JobText:
     """The text of the job with its changes; ``changes`` get those of ``res``, with the flag that each came by."""
     body = _text(file, argv, [*changes], res, workdir)
     flag_of = {f".resources.{key}={value}": f"--{key} {value}" for key, value in res.items() if value}
     changes |= {one: flag for one in body["sets"] for tail, flag in flag_of.items() if one.endswith(tail)}
-    return body
+    return {**body, "ignore_image": True} if ignore_image else body
 
 
 def _text(file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str) -> JobText:

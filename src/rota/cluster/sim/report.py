@@ -367,7 +367,8 @@ def means(samples: Sequence[Sample], values: Sequence[float]) -> tuple[Numbers, 
         return np.zeros(0), np.zeros(0)
     edges = np.array([*(one.at for one in samples), samples[-1].at + samples[-1].seconds])
     area = np.concatenate(([0.0], np.cumsum(np.array(values) * np.diff(edges))))
-    at = np.linspace(edges[0], edges[-1], min(POINTS_MAX, 20 * len(samples)) + 1)
+    points = min(POINTS_MAX, 20 * len(samples)) + 1
+    at = np.linspace(float(edges[0]), float(edges[-1]), points, dtype=np.float64)
     return (at[:-1] - edges[0]) / 3600, np.diff(np.interp(at, edges, area)) / np.diff(at)
 
 

@@ -76,8 +76,7 @@ class Tenant:
 
     def scaled(self, scale: float) -> Tenant:
         """The tenant with ``max(1, round(nodes * scale))`` nodes, Python's ``round``."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Tenant(**{**values, "nodes": max(1, round(self.nodes * scale))})
+        return replace(self, nodes=max(1, round(self.nodes * scale)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     """Read a tenant CSV: ``vc, nodes`` and optional columns. Raises TraceError."""
     tenants: list[Tenant] = []
     for place, row in rows_of(path, ("vc", "nodes")):
-        values = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
+        values: dict[str, Any] = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
         values |= _numbers(place, row, ("gpus_per_node", "cpu_milli", "mem_mib"), int)
         values |= _numbers(place, row, ("guaranteed", "limit", "weight"), float)
         values |= {name: row[name] for name in ("gpu_type", "parent") if row.get(name)}

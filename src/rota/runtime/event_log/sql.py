@@ -103,9 +103,8 @@ class Database:
             return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
     def _migrate(self, found: str | None) -> None:
-        # Alembic costs 0.1 s of imports and is needed only when the schema changes.
-        from alembic import command  # noqa: PLC0415
-        from alembic.config import Config  # noqa: PLC0415
+        from alembic import command  # noqa: PLC0415 - 0.1 s of imports, needed only when the schema changes
+        from alembic.config import Config  # noqa: PLC0415 - the same
 
         if found is not None and self.sqlite_path is not None:
             self._copy(self.sqlite_path, found)

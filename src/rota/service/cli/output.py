@@ -92,8 +92,8 @@ class Terminal:
         Headers, names and numbers stay whole: where they need more than a line of the terminal, the lines are longer.
         """
         from rich import box  # noqa: PLC0415 - only when a table is drawn
-        from rich.table import Table as Drawn  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
+        from rich.table import Table as Drawn  # noqa: PLC0415 - the same
+        from rich.text import Text  # noqa: PLC0415 - the same
 
         table = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         least = [least_width(name, [row[index] for row in cells]) for index, name in enumerate(header)]

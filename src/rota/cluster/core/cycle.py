@@ -40,7 +40,7 @@ from rota.cluster.core.preemption import (
     TentativeAllocations,
     take_what_is_free,
 )
-from rota.cluster.core.profile import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
+from rota.cluster.core.profile import Admit, Decision, Preempt, Profile, Resize, Victim, Victims, WaitOn, WakeAt
 from rota.cluster.core.promises import UNCOVERED, promise_level
 from rota.cluster.core.queue_order import FOR_ONE_JOB, PASSED_BY, NextJob, RememberedRefusal, TryOrder
 from rota.cluster.core.state import LOST, State, entry_of
@@ -154,6 +154,7 @@ class _Pass:
         self.wake: list[float] = []
         self.reservations = BackfillReservations(state, txn, profile.placer, now)
         self.fits: dict[tuple[object, ...], tuple[int, Allocations | None]] = {}
+        self.unclaimable = set[tuple[LineKey, int]]()  # what has no place though all of so many that stop let go
         self.tentative = TentativeAllocations(state, txn)
         self.started = 0
         self.sharing, self.joins, self.shared = profile.sharing, True, False
@@ -450,42 +451,61 @@ class _Pass:
 
     def _preempt(self, key: LineKey, row: LiveJob) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
-        stopping, profile = sorted(self.state.stopping), self.profile
-        victims = profile.victims if self.sets < profile.victim_sets_max else None
-        tried = (key, "stopping", len(stopping))
-        claims = bool(stopping) and profile.starts and tried not in self.fits
+        stopping, victims = sorted(self.state.stopping), self._victims_for(row)
+        claims = bool(stopping) and self.profile.starts and (key, len(stopping)) not in self.unclaimable
         claims = claims and self.tentative.given_back(stopping) >= row.ask.shape.gpu_milli
-        if victims is not profile.victims:
-            self.wake.append(self.now)
-        if victims is not None and self.until is None and self.learned.is_vain(row.ask.id, self.state.happened):
-            victims = None
-        if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
-            victims = None
         if not claims and victims is None:
             return None
+        chosen: Sequence[Victim] = ()
         with self.txn.trial():
             self.tentative.release_all(stopping)
-            over = self.state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
-            held = profile.placer.place(self.state, self.txn, row) if claims and not over else None
-            if claims and not over and held is None and profile.block == "reserve":
-                self.fits[tried] = (0, None)
-            chosen = None
+            held = self._place_released(key, row, len(stopping)) if claims else None
             if held is None and victims is not None:
-                chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)
+                chosen = victims.victims(self.state, self.txn, row, self.profile.placer, self.now) or ()
         if held is not None:
             return self._claim(row, stopping, held)
-        others = [victim.job for victim in chosen or ()]
-        found = held_back(self.state, row, others, profile.round_s, self.now) if others else HeldBack()
-        self.held_back[row.ask.id] = found
-        if victims is not None and self.until is None:
-            self.learned.held_back[row.ask.id] = others if found.jobs else []
-        if not chosen or found.jobs or not self._would_start(row, stopping, chosen):
-            if chosen and profile.promises and self._is_covered(row.ask.id):
-                self.overtaken.add(row.ask.id)
-            if victims is not None and self.until is None:
-                self.vain += 1
-                self.learned.vain[row.ask.id] = self.state.happened
+        counts = victims is not None and self.until is None
+        return self._stop(row, chosen) if self._would_help(row, stopping, chosen, counts=counts) else None
+
+    def _victims_for(self, row: LiveJob) -> Victims | None:
+        """Who chooses the victims of the job; None if nobody is stopped for it in this pass."""
+        profile = self.profile
+        if profile.victims is None:
             return None
+        if self.sets >= profile.victim_sets_max:
+            self.wake.append(self.now)
+            return None
+        if self.until is None and self.learned.is_vain(row.ask.id, self.state.happened):
+            return None
+        return profile.victims if profile.stops is None or profile.stops(self.state, row) else None
+
+    def _place_released(self, key: LineKey, row: LiveJob, stopping: int) -> Allocations | None:
+        """Where the job fits once all that stop have let go, if it passes no limit then."""
+        if self.state.over_limit(row.ask.queue, row.ask.user, row.ask.shape):
+            return None
+        held = self.profile.placer.place(self.state, self.txn, row)
+        if held is None and self.profile.block == "reserve":
+            self.unclaimable.add((key, stopping))
+        return held
+
+    def _would_help(self, row: LiveJob, stopping: list[JobId], chosen: Sequence[Victim], *, counts: bool) -> bool:
+        """Whether the job starts once these have let go too; if not, and it ``counts``, that is remembered."""
+        others = [victim.job for victim in chosen]
+        found = held_back(self.state, row, others, self.profile.round_s, self.now) if others else HeldBack()
+        self.held_back[row.ask.id] = found
+        if counts:
+            self.learned.held_back[row.ask.id] = others if found.jobs else []
+        if chosen and not found.jobs and self._would_start(row, stopping, chosen):
+            return True
+        if chosen and self.profile.promises and self._is_covered(row.ask.id):
+            self.overtaken.add(row.ask.id)
+        if counts:
+            self.vain += 1
+            self.learned.vain[row.ask.id] = self.state.happened
+        return False
+
+    def _stop(self, row: LiveJob, chosen: Sequence[Victim]) -> Wait | None:
+        """Ask these to stop, and claim what the job will have of them."""
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
             fold(self.state, self.txn, StopRequested(job=victim.job, for_job=row.ask.id), self.now)
@@ -503,7 +523,7 @@ class _Pass:
         stopping = sorted(self.state.stopping)
         with self.txn.trial():
             self.tentative.release_all(stopping)
-            held = profile.placer.place(self.state, self.txn, row)
+            held = self.profile.placer.place(self.state, self.txn, row)
         wait = None if held is None else self._claim(row, stopping, held)
         for victim in chosen:
             self.tentative.keep(victim.to)

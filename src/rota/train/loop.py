@@ -76,15 +76,14 @@ def fit(
 
     Plan ``auto`` is the one of the job (``plan`` in its file), else the planner finds one for the ranks there are. With
     ``checkpoint`` it continues from the newest good one, under whatever plan it was written (``resume`` never: a folder
-    that has one is refused); SIGTERM saves and ends. Let no one write into that folder whom you would not let run code
-    here: its files are unpickled, and sums that lie beside them show damage, not who wrote them. ``memory`` names the
-    run in the tensor store of this machine: state copied there survives the processes and is preferred when it is as
-    new and of the same plan. A model that ``build`` makes on the CPU is trained on this rank's GPU, where there is one
-    and the process group speaks NCCL. ``rate(step)`` gives the learning rate, ``per_parameter`` what differs by name,
-    as in ``parallelize``; so do ``rules`` and ``example``, rows of a batch for a model whose cut must be proved and
-    whose inputs cannot be made up. What torch draws in a step, as dropout, depends on seed, step and replica.
-    Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
-    number of replicas; RotaError when the loss stays not finite.
+    that has one is refused); SIGTERM saves and ends. Whoever can write into that folder can run code here: its files
+    are unpickled, and their sums show damage, not who wrote them. ``memory`` names the run in the tensor store of this
+    machine: state copied there outlives the processes and is preferred if as new and of the same plan. A model that
+    ``build`` makes on the CPU is trained on this rank's GPU, if there is one and the group speaks NCCL. ``rate(step)``
+    gives the learning rate, ``per_parameter`` what differs by name, as in ``parallelize``; so do ``rules`` and
+    ``example``, rows of a batch for a model whose cut must be proved and whose inputs cannot be made up. What a step
+    draws, as dropout, depends on seed, step and replica. Returns the steps done. Raises BadInput for a plan that cannot
+    be applied, or whose ``sync`` keeps state of another number of replicas; RotaError when the loss stays not finite.
     """
     check_arguments(build, data, optimizer, plan, steps, resume)
     given = None if plan == "auto" else plan

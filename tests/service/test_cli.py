@@ -150,7 +150,6 @@ PLAN = ("plan", "search", "--model", "m", "--gpus", "8", "--batch", "4")
         (["run", "-e", "novalue", "--", "x"], 2, "-e novalue: not K=V"),
         (["--server", NO_SERVICE, "run", "-w", "--timeout", "5", "--", "x"], 2, "'5' is not a duration with a unit"),
         (["--server", NO_SERVICE, "run", "--timeout", "5s", "--", "x"], 2, "--timeout 5s is how long to wait"),
-        (["--server", NO_SERVICE, "clone", "x", "--timeout", "5s"], 2, "--timeout 5s is how long to wait"),
         (["stop"], 2, "missing JOB"),
         (["scale", "j", "w"], 2, "scale w: missing N\n      rota scale JOB ROLE N, or ROLE=N"),
         (["set", "j", "priority=high"], 2, "priority=high: a whole number from -1 to 100"),

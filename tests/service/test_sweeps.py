@@ -389,6 +389,8 @@ def test_a_clone_is_the_job_as_it_is_now_with_changes_and_in_no_sweep(tmp_path: 
         wrong = await ask("clone", "first-1", "--set", "priority=x", "--set", "rolls.main.cpus=1")
         assert wrong.status == 2 and "--set #1:1:10: priority" in wrong.err and "did you mean 'roles'" in wrong.err
         assert (await ask("clone", "none")).status == 2
+        idle = await ask("clone", "first-1", "--timeout", "5s")
+        assert idle.status == 2 and "--timeout 5s is how long to wait, and nothing waits" in idle.err
 
     with_cli(tmp_path / "service", test)
 

@@ -154,7 +154,8 @@ class _Pass:
         self.wake: list[float] = []
         self.reservations = BackfillReservations(state, txn, profile.placer, now)
         self.fits: dict[tuple[object, ...], tuple[int, Allocations | None]] = {}
-        self.unclaimable = set[tuple[LineKey, int]]()  # what has no place though all of so many that stop let go
+        self.unclaimable = set[tuple[LineKey, int]]()
+        """Requests that fit nowhere when this number of stopping jobs have released their devices."""
         self.tentative = TentativeAllocations(state, txn)
         self.started = 0
         self.sharing, self.joins, self.shared = profile.sharing, True, False
@@ -468,7 +469,7 @@ class _Pass:
         return self._stop(row, chosen) if self._would_help(row, stopping, chosen, counts=counts) else None
 
     def _victims_for(self, row: LiveJob) -> Victims | None:
-        """Who chooses the victims of the job; None if nobody is stopped for it in this pass."""
+        """The victim choice of the profile; None if no job may be stopped for this one in this pass."""
         profile = self.profile
         if profile.victims is None:
             return None

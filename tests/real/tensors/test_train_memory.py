@@ -45,7 +45,7 @@ def test_the_last_step_that_every_rank_copied_survives_a_kill(plane: Plane, tens
         kept.load(held, into)
         assert (into["model.w"] == 20.0 + rank).all()
         for other in ({"model.w": torch.zeros(1)}, {"model.v": torch.zeros(1000)}, {}):
-            with pytest.raises(BadInput, match=r"the copy of step 2 is of another model: model\.[vw] and"):
+            with pytest.raises(BadInput, match=r"the copy of step 2 is of another model: model\.[vw]"):
                 kept.load(held, other)
     assert MemoryCheckpoints(plane, "run", plan="other").find() is None
     assert MemoryCheckpoints(plane, "run", plan="p", rank=5).find() is None

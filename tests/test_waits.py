@@ -129,6 +129,21 @@ def test_the_time_and_the_timers_of_an_event_loop_are_used_in_runtime_alone() ->
     assert {name for name in found if not name.startswith("runtime/")} == set(), "use rota.runtime.clock"
 
 
+LOCKED_FOR_A_MOMENT = {"tensors/devices/client.py", "tensors/devices/memfd.py"}
+"""Whoever has the lock of these ranges alone sweeps what a dead keeper left, and takes no other lock meanwhile."""
+
+
+def test_nothing_waits_for_a_lock_without_a_limit() -> None:
+    """``take_lock`` of rota.runtime.file_locks has one, and names who has it (decision 0111)."""
+    found = set[str]()
+    for path in sorted(SOURCES.rglob("*.py")):
+        for _, call in _calls(tree_of(path), ""):
+            text = ast.unparse(call)
+            if re.match(r"fcntl\.(flock|lockf)\(", text) and not re.search(r"LOCK_(NB|UN)", text):
+                found.add(str(path.relative_to(SOURCES)))
+    assert found == LOCKED_FOR_A_MOMENT, "wait with take_lock(path, lambda: try_lock(fd))"
+
+
 def test_each_queue_has_a_size_or_a_reason() -> None:
     found = set[str]()
     for path in sorted(SOURCES.rglob("*.py")):

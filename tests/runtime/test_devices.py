@@ -11,7 +11,17 @@ import pytest
 
 from rota.job.health.preflight import DeviceWatch
 from rota.runtime import devices
-from rota.runtime.devices import Amd, Ascend, DeviceFamily, DeviceFault, Nvidia, Tpu, local_devices, local_family
+from rota.runtime.devices import (
+    Amd,
+    Ascend,
+    DeviceFamily,
+    DeviceFault,
+    Nvidia,
+    Tpu,
+    local_devices,
+    local_family,
+    nvidia_type,
+)
 from rota.runtime.node import local_node
 from rota.spec.errors import BadInput
 from rota.spec.resources import Device, Health
@@ -180,6 +190,19 @@ def test_a_broken_family_of_a_package_breaks_no_machine_with_devices_of_a_built_
     write(tmp_path / "gpus/0000:1a:00.0/information", "Model: NVIDIA H100\n")
     monkeypatch.setattr(devices, "BUILT_IN", (Nvidia(tmp_path / "gpus"),))
     assert [device.type for device in local_family({}).inventory()] == ["H100"]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"), ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"), ("NVIDIA GeForce RTX 4090", "RTX-4090"), ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"), ("NVIDIA RTX A6000", "RTX-A6000"), ("NVIDIA TITAN V", "TITAN-V"),
+        ("", "GPU"),
+    ],
+)  # fmt: skip
+def test_two_models_have_two_types(model: str, kind: str) -> None:
+    assert nvidia_type(model) == kind
 
 
 def test_a_node_and_a_look_of_an_instance_ask_npu_smi_for_each_chip_once(

@@ -253,6 +253,8 @@ def test_frames_that_are_none_end_their_connection_and_nothing_else(capfd: pytes
     odd = (b"[]", b"7", b"{}", b'{"arrays": 3}', b'{"arrays": [[1]]}', b"[" * 60_000, b"\xff\xfe")
     shapes = ("[-1]", "[-2, -3]", '["x"]', "[1e300]", "[99999999999999]", "null", "[[]]", "{}")
     heads = [b'{"token": "s", "worker": 0, "arrays": [["a", "<f4", %s]]}' % one.encode() for one in shapes]
+    large = b'{"token": "s", "worker": 0, "arrays": [["a", "V2000000000", %s]]}'
+    heads += [large % shape for shape in (b'["x"]', b"[[1]]", b"[true]", b"[2.0]")]
     heads += [
         b'{"token": "s", "worker": 0, "arrays": [["a", "%s", [1]]]}' % one
         for one in (b"O", b"V9999999999", b"<f4,", b"M8[")
@@ -269,19 +271,43 @@ def test_frames_that_are_none_end_their_connection_and_nothing_else(capfd: pytes
                     server.receive(theirs)
             with socket.create_connection(place(addresses), timeout=5) as line:
                 line.sendall(struct.pack("<IQ", len(text), 0) + text)
-                line.shutdown(socket.SHUT_WR)
-                assert line.recv(1) == b"", "the server hangs up"
+                with contextlib.suppress(OSError):  # of more than a hello may have, the rest is not read
+                    line.shutdown(socket.SHUT_WR)
+                    assert line.recv(1) == b"", "the server hangs up"
         assert client.wait_turn() == 0, "and serves its workers"
     assert capfd.readouterr().err == "", "no thread ended with a traceback"
 
 
 def test_strangers_take_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(server, "HELLO_S", 1.0)
     with servers(1, mode="ps_async") as (_, addresses), contextlib.ExitStack() as opened:
         lines = [opened.enter_context(socket.create_connection(place(addresses), timeout=5)) for _ in range(4)]
         assert lines[3].recv(1) == b"", "the fourth is closed at once"
         lines[0].close()
         assert PsClient(addresses, 0, token="s").wait_turn() == 0
+        with pytest.raises(OSError):
+            for _ in range(100):  # a byte now and then does not prolong the time that a hello has
+                lines[1].sendall(b"\0")
+                time.sleep(0.1)
+
+
+def test_a_head_cannot_make_the_server_take_memory() -> None:
+    ours, theirs = socket.socketpair()
+    text = json.dumps({"arrays": [["a", "V2000000000", ["x"]]]}).encode()
+    with ours, theirs, pytest.raises(BadInput, match="not whole numbers from 0"):
+        ours.sendall(struct.pack("<IQ", len(text), 0) + text)
+        server.receive(theirs)
+
+
+def test_it_listens_on_addresses_of_ipv6() -> None:
+    made = PsServer(ServerSpec(rule=Rule(mode="ps_async"), token="s"))
+    try:
+        address = made.serve("::1")
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    assert address.startswith("[::1]:") and PsClient([address], 0, token="s").wait_turn() == 0
+    made.close()
 
 
 def test_without_a_token_it_listens_on_loopback_alone() -> None:

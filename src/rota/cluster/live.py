@@ -138,7 +138,7 @@ class Scheduler:
         self._lost_for: dict[JobId, tuple[NodeId, ...]] = {}
         """Those of them that the engine lost."""
         self._back: dict[JobId, tuple[NodeId, ...]] = {}
-        """Those of these that are back, until the job knows."""
+        """Nodes of these that joined again, until the job knows."""
         self._drains: dict[NodeId, tuple[float, str]] = {}
         """Nodes that jobs must leave: until when, and why."""
         self._unsuccessful: dict[JobId, str] = {}
@@ -150,7 +150,7 @@ class Scheduler:
         self._misplaced: dict[JobId, None] = {}
         """Jobs that were admitted to nodes or devices which were lost by then, and are not asked to stop yet."""
         self._short: dict[JobId, tuple[tuple[Place, ...], Choice | None]] = {}
-        """Rows that hold less than the places they were given, and these, until they give back what they hold."""
+        """Rows on nodes that were lost: the places they were given, until they give back what they hold."""
         self._asked_to_leave: dict[tuple[NodeId, JobId], float] = {}
         """Jobs that were asked to leave, and until when."""
         self._empties = admission.EmptyTwins()
@@ -159,7 +159,7 @@ class Scheduler:
 
     @property
     def state(self) -> State:
-        """The state of now. Nodes that joined one after another are laid out once, when the state is read."""
+        """The current state. Nodes that joined one after another are laid out once, when the state is read."""
         self._lay_out()
         return self._state
 

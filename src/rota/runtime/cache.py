@@ -7,7 +7,6 @@ file, or of the thing, is when it was used last.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rota.runtime import environ, file_locks
+from rota.runtime.file_locks import take_lock, try_lock
 from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput
 from rota.spec.resources import parse_size
@@ -57,11 +57,11 @@ def print_folder(make: Callable[[], Path], *failures: type[Exception]) -> int:
 def hold(lock: Path) -> int:
     """Use a thing from now on, for as long as the descriptor is open: it is not removed, and counts as used now.
 
-    Whoever removes it at this moment is waited for: look whether it is still there.
+    Whoever removes it at this moment is waited for: look whether it is still there. Raises TimedOut.
     """
     use = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
     with undone_if_raised(os.close, use):
-        fcntl.flock(use, fcntl.LOCK_SH)
+        take_lock(lock, lambda: try_lock(use, shared=True))
         os.utime(use)
     return use
 

@@ -91,6 +91,13 @@ class DeviceFamily:
         return 1
 
 
+def nvidia_type(model: str) -> str:
+    """The type of a device from the driver's name of its model, without maker and memory: ``H100``, ``RTX-4090``."""
+    words = [word for word in model.split() if word not in ("NVIDIA", "GeForce", "Tesla", "Quadro")]
+    of_two = words[:1] in (["RTX"], ["GTX"], ["TITAN"])
+    return "-".join(words[: 2 if of_two else 1]) or "GPU"
+
+
 class Nvidia(DeviceFamily):
     """Devices that the NVIDIA driver lists, in the order of bus addresses; ``root`` is its folder in ``/proc``."""
 
@@ -110,12 +117,13 @@ class Nvidia(DeviceFamily):
         """Memory is asked of ``nvidia-smi``, 0 without it."""
         if not self.is_here():
             return ()
-        memory = {uuid: int(float(mib)) * _MIB for uuid, mib in nvidia_rows("uuid", "memory.total")}
+        asked = nvidia_rows("uuid", "memory.total")
+        memory = {uuid: int(float(mib)) * _MIB for uuid, mib in asked if mib.replace(".", "").isdigit()}  # else [N/A]
         found: list[Device] = []
         for index, folder in enumerate(sorted(self._root.iterdir())):
             fields = _fields(folder / "information", ":")
-            model = fields.get("Model", "GPU").removeprefix("NVIDIA ").split(" ")[0] or "GPU"
             uuid = fields.get("GPU UUID", "")
+            model = nvidia_type(fields.get("Model", ""))
             found.append(Device(index=index, type=model, memory_bytes=memory.get(uuid, 0), uuid=uuid))
         return tuple(found)
 
@@ -306,8 +314,8 @@ BUILT_IN: tuple[DeviceFamily, ...] = (Nvidia(), Amd(), Ascend(), Tpu())
 
 def local_family(environment: Mapping[str, str] = os.environ) -> DeviceFamily:
     """The family of this machine's devices: the first that is here of the installation's own, the built-in ones, and
-    those of installed packages. A machine without devices is of the first built-in one. A machine has devices of one
-    family. Raises BadInput for a family that cannot be loaded, ValueError for ``ROTA_FAKE_DEVICES`` of another form.
+    those of installed packages. A machine without devices reports the first built-in family. A machine has devices of
+    one family. Raises BadInput for one that cannot be loaded, ValueError for ``ROTA_FAKE_DEVICES`` of another form.
     """
     if (fake := environment.get(FAKE_VARIABLE)) is not None:
         return FakeDevices(fake)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rota.service.models.cluster import SettingRow
 
 DEFAULT_PORT = 7700
+POLL_MIN_S = 0.001
 
 
 class OwnSettings(TypedDict):
@@ -100,10 +102,10 @@ class Settings:
         return {"kind": "SettingList", "items": items, "next": None}
 
 
-def _without_password(name: str, value: str | float) -> str | float:
+def _without_password(name: str, value: Any) -> Any:
     if name == "token" and value:
         return "(set)"
-    return masked_url(str(value)) if name.endswith("_url") or name == "stores" else value
+    return masked_url(value) if isinstance(value, str) else value
 
 
 def masked_url(url: str) -> str:
@@ -179,8 +181,10 @@ class _Given:
     def wrong(self, name: str, problem: str, hint: str = "") -> BadInput:
         """The error for a value."""
         origin, value = self.origins[name], self.values[name]
-        shown = repr(value) if name in _NUMBERS and isinstance(value, str) else value
-        remedy = {"flag": "", FILE: f"change or remove {name} there"}.get(origin, f"set {origin} to another value")
+        shown = repr(value) if name in _NUMBERS and isinstance(value, str) else _without_password(name, value)
+        remedy = {"flag": f"give --{name.replace('_', '-')} another value", FILE: f"change or remove {name} there"}.get(
+            origin, f"set {origin} to another value"
+        )
         where = str(Path(self.values["home"]) / FILE) if origin == FILE else origin
         return BadInput(f"{name}={shown} (from {where}) {problem}", hint=hint or remedy)
 
@@ -209,8 +213,10 @@ def _checked(settings: Settings, given: _Given) -> Settings:
     if settings.server and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", settings.server):
         raise given.wrong("server", "is not an address", "write http://HOST:PORT")
     for name in ("spares", "cool_down_s", "poll_s", "logs_kept_days"):
-        if not getattr(settings, name) >= 0:
-            raise given.wrong(name, "is below 0")
+        if not 0 <= getattr(settings, name) < inf:
+            raise given.wrong(name, "is not a number from 0")
+    if settings.poll_s < POLL_MIN_S:
+        raise given.wrong("poll_s", f"is below {POLL_MIN_S:g}: the service would never rest")
     if settings.log_level.upper() not in _LEVELS:
         raise given.wrong("log_level", "is not a level of logging", f"write one of {', '.join(_LEVELS)}")
     if settings.ray_address and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", settings.ray_address):

@@ -2,7 +2,8 @@
 
 A command is pushed to ``{namespace}:tensor:cmd`` (namespace ``default``: also ``tensor:cmd``) and, when it has an
 ``id``, answered in ``tensor:reply:<id>`` under the same prefix. What a client leases and has not committed yet
-ends ``ttl_s`` after its last command: a client that died needs no other sign. Each command is done at most once.
+ends ``ttl_s`` after its last command: so a dead client is cleaned up without a disconnect. Each command is done at
+most once.
 """
 
 from __future__ import annotations
@@ -283,4 +284,4 @@ def _parse(raw: bytes) -> Fields:
         raise BadInput(f"a command is not valid JSON: {error}") from None
     if not isinstance(words, dict):
         raise BadInput("a command is not a JSON object")
-    return words  # pyright: ignore[reportUnknownVariableType]  # the keys are checked by Command
+    return words  # pyright: ignore[reportUnknownVariableType]  # the keys are checked where each command is read

@@ -104,14 +104,14 @@ class Leases:
     def hold_shown(
         self, slot: int, block: PartBlock, table: GenerationTable, *, sealed: bool
     ) -> list[HeldBlock] | None:
-        """Holders of the version that a slot shows, without the registry; None when the slot does not show it any more.
+        """Holders of the version that a slot shows, without the registry; None when the slot now shows another version.
 
-        The note comes first, then the look at the slot again: who frees the block takes the version from the slot
-        before it looks for notes, so one of the two sees the other.
+        The lease is written to the client's file, then the slot is read again: who frees the block takes the version
+        from the slot before it looks for notes, so one of the two sees the other.
         """
         with self._lock:
             lease = self._table.get(block.version)
-            if lease is not None:  # noted before, and so still there whatever the slot shows, also half of a new place
+            if lease is not None:  # leased by this process already: it cannot be freed, whatever the slot shows
                 return self._open(lease, sealed)
             return self._hold_noted(block, sealed, lambda: table.current(slot) == block.version)
 
@@ -123,7 +123,7 @@ class Leases:
             return held
 
     def _hold_noted(self, block: PartBlock, sealed: bool, shown: Callable[[], bool]) -> list[HeldBlock] | None:
-        place, held = self._mirror.take(), None  # without a note: lost, if a signal's handler raises here
+        place, held = self._mirror.take(), None  # lost if a signal's handler raises here
         try:
             self._mirror.note(place, block.version, direct=True)
             lease = self._table[block.version] = _Lease(block.version, 0, place, (block,))

@@ -356,7 +356,7 @@ def make_fork_hold(folder: Path, client: str, index: int, leases: Sequence[tuple
     client leases, as (version, number of the get or 0)."""
     name = f"{client}{FORK_MARK}{index}"
     fd = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of a new file: no process has it
     body = b"{}".ljust(_IDENTITY_BYTES, b"\0") + b"".join(
         struct.pack("<Q", version if seq else version | _DIRECT) for version, seq in leases
     )

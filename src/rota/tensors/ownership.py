@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from rota.runtime.random import SystemRandom
+from rota.runtime.undo import undone_if_raised
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES, SizeClass, describe
 from rota.tensors.errors import failpoint
@@ -319,10 +321,10 @@ class Claims:
     def _fill(self, size: SizeClass) -> None:
         space, epoch, had = self.space, self._epoch, self._counts.get(size.block, 0)
         count = min(max(had, _STOCK_FIRST), _full(size))
-        self._counts[size.block] = had + count
         try:
             got = space.retry(lambda: space.registry.stock(space.client, (size.block, size.count, size.file), count))
             failpoint("stocked")
+            self._counts[size.block] = had + len(got)
             for at, seg, offset in got if space.table.epoch == epoch else ():
                 space.segments.ensure(seg, size.file)
                 self._stock[size.block].append(_Block(at, seg, offset, space.segments.open(seg), size))
@@ -335,11 +337,15 @@ class Claims:
             if claim.looked == claim.marked:
                 self._names.pop(name, None)
                 self._seen.pop(name, None)
-                self.space.retry(lambda slot=claim.slot: settle(self.space, self.space.client, slot))
+                with undone_if_raised(self._have_strays):
+                    self.space.retry(lambda slot=claim.slot: settle(self.space, self.space.client, slot))
             claim.looked = claim.marked
         self._run(self._reset_if_rebuilt, None)
         if self._strays or (not self._names and (self._stock or self._used)):
             self.shed()
+
+    def _have_strays(self) -> None:
+        self._strays = True
 
     def shed(self) -> None:
         """Settle all that this client claims and hand in its blocks. Raises PublishBlocked."""
@@ -419,7 +425,7 @@ def adopt(space: Namespace, version: int, seg: str, offset: int) -> None:
         if place == [seg, offset]:
             words = (spare, version, header.step, header.bytes, header.name)
             space.registry.stock(header.owner, (0, 0, 0), 0, [words])
-            space.table.adopted = version
+            space.table.adopted = SystemRandom().rng().getrandbits(63)  # never the word of another process
 
 
 def in_stock(space: Namespace) -> set[int]:

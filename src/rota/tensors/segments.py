@@ -7,7 +7,6 @@ header is ``pending`` while bytes are copied, ``prepared`` when the commit is se
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
@@ -21,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from rota.runtime import environ
+from rota.runtime.file_locks import take_lock, try_lock
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES
@@ -60,7 +60,7 @@ class Spill:
         """Make the file of a segment, with its memory, and the link to it. Raises OutOfMemory, then neither is left."""
         lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two that look at the same sum would both find room
+            take_lock(self.folder, lambda: try_lock(lock))  # two that look at the same sum would both find room
             used = sum(_size(path) for path in self.folder.glob("*+*+seg-*"))
             if used + file_bytes > self.bytes_max:
                 self._refuse(f"{used} of at most {self.bytes_max} bytes are taken", file_bytes)

@@ -2,12 +2,12 @@
 
 ``python -m rota.tensors.server HOME HOST ADDRESS`` reads the key of the installation from its standard input and
 listens at a free port of ``ADDRESS``, which it writes to ``store.json`` beside the namespaces. The first process of the
-machine that needs it starts it; it ends as a keeper does. A connection begins with ``runtime.handshake``;
+machine that needs it starts it; it exits as a keeper does. A connection begins with ``runtime.handshake``;
 after that every request is answered in turn:
 
 - ``get``: a version of a name, its manifest and its bytes. The first two machines that ask get them from here, later
   ones are sent to those two (``redirect``), which do the same: bytes leave this machine twice, whatever the number of
-  readers. The version stays leased until the receiver says that it has all of it.
+  readers. The version stays leased until the receiver acknowledges the last byte.
 - ``bring``: fetch a version from another machine and keep it here.
 - ``delete``: delete names here and wherever they were sent to. ``sweep``: all of a prefix but those of another.
 - ``drop``: delete what a label published. ``stat``: what was sent.

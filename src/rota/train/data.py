@@ -1,12 +1,11 @@
 """Training data: a static order whose cursor survives a resize, shards leased by a journal, a cache of files of a node.
 
 The journal is a file in a folder that all workers see. Every change of the table is one line of JSON, appended under a
-lock and replayed by the next worker, so any worker may die at any instruction: a line that was cut is cut off.
+lock and replayed by the next worker, so any worker may die at any instruction: a partly written last line is truncated.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import json
@@ -20,7 +19,7 @@ from typing import IO, Final, Literal, Protocol, TypedDict
 
 from rota.runtime import cache
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
-from rota.runtime.file_locks import locked
+from rota.runtime.file_locks import locked, take_lock, try_lock
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
 from rota.spec.mixing import GOLDEN, MASK64, mix64
 from rota.train.plan.hardware import Json
@@ -167,7 +166,7 @@ class ShardJournal:
         """Hold the journal alone, with this worker's table up to date."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            take_lock(self._path, lambda: try_lock(fd))
             self._replay(fd)
             yield fd
         finally:
@@ -383,9 +382,12 @@ class DataCache:
         mark = str(facts.get("ETag") or facts.get("etag") or (size, facts.get("mtime") or facts.get("LastModified")))
         wanted = self._folder / f"{source}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
         with self._locked(source):
-            if not wanted.exists():
-                self._download(files, path, wanted, size)
-            os.utime(wanted)
+            try:
+                if not wanted.exists():
+                    self._download(files, path, wanted, size)
+                os.utime(wanted)
+            except OSError as error:
+                return self._newest(source, uri, error)
         self._evict(keep=wanted)
         return wanted
 

@@ -25,7 +25,7 @@ from rota.train.parallel.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
 from rota.train.ps.client import PsClient
 from rota.train.ps.clocks import Rule
-from rota.train.ps.server import PsServer, ServerSpec
+from rota.train.ps.server import LOOPBACK, PsServer, ServerSpec
 from rota.train.ps.table import Floats, RowOptimizer
 from rota.train.ps.table import State as SyncState
 
@@ -215,19 +215,26 @@ class PsSync(Synchroniser):
         hosts = [("", "")] * size
         dist.all_gather_object(hosts, (environ.get(NODE_ADDRESS, ""), machine_identity()), group=self._group)
         machines = len({machine for _, machine in hosts})
-        if machines > 1 and not all(host for host, _ in hosts):
+        if machines > 1 and not all(host and host not in LOOPBACK for host, _ in hosts):
             text = f"sync.mode: {self._rule.mode} on {machines} machines, and {NODE_ADDRESS} is not set on all"
             raise BadInput(text, hint="run it as a job, or set that to the address at which others reach the machine")
-        address = ""
+        place = ("", "")
         if rank < self._servers:
             self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=tokens[0]))
             if self._kept:
                 self._server.restore(self._kept)
-            address = self._server.serve(hosts[rank][0] if machines > 1 else "127.0.0.1")
-        places = [""] * size
-        dist.all_gather_object(places, address, group=self._group)
+            host = hosts[rank][0] if machines > 1 else "127.0.0.1"
+            try:
+                place = (self._server.serve(host), "")
+            except OSError as error:  # the others wait for what this rank says
+                place = ("", f"rank {rank} cannot listen at {host}: {error}")
+        places = [place] * size
+        dist.all_gather_object(places, place, group=self._group)
+        if faults := [fault for _, fault in places if fault]:
+            self._end_server()
+            raise BadInput(f"sync.mode: {self._rule.mode}: {faults[0]}", hint=f"see {NODE_ADDRESS} there")
         self._lr = chosen.lr
-        self.client = client = PsClient(places[: self._servers], rank, token=tokens[0])
+        self.client = client = PsClient([one for one, _ in places[: self._servers]], rank, token=tokens[0])
         dist.barrier(group=self._group)  # all have joined before anybody pushes
         client.offer_dense(_array(_flat(self._weights)))
         client.wait_turn(TURN_S, dense=True)

@@ -127,7 +127,7 @@ BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_M
 
 
 def gate_jobs(row: LiveJob) -> Wait | None:
-    """The wait of a job for others to end: of the jobs of a line each has others."""
+    """The wait of a job for others to end: checked for each job of a line, as each has others."""
     if not row.ask.after:
         return None
     text = f"It starts after {' and '.join(row.ask.after[:NAMED_MAX])}."
@@ -138,7 +138,7 @@ class _Pass:
     """One scheduling pass over the waiting jobs in a transaction; the writes it keeps are the effect of its decisions.
 
     With ``until`` the pass stops at that job: a trial of the next pass, with the ``spares`` of the pass that tries it.
-    It shares no devices.
+    Such a trial shares no devices.
     """
 
     cut_short = False
@@ -173,7 +173,7 @@ class _Pass:
             self._separate(self.sharing.separate(self.state, self.now))
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
         turns = TryOrder(self.state, self.profile, self.now, self.reservations, self._starts, self.until)
-        # 2. start it, or learn why not; what holds for the first of a line holds for the line
+        # 2. start it, or learn why not; the answer for the first job of a line applies to the line
         overtaken = list[tuple[NextJob, LineKey]]()
         fresh = {self.state.line_of(self.state.jobs[job]) for job in self.state.arrivals}
         while (one := turns.next()) is not None:

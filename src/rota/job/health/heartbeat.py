@@ -170,7 +170,7 @@ class ProgressMarks:
 
     @contextmanager
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> Iterator[None]:
-        """A legal silence of at most ``max_s`` seconds."""
+        """Suspend the detection of hangs for at most ``max_s`` seconds."""
         with self._lock:
             self._tokens += 1
             token = self._tokens

@@ -41,7 +41,7 @@ def wait_for_end_of(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == AGENT:  # arguments of the raylet follow
+    if sys.argv[1] == AGENT:
         wait_for_end_of(int(os.environ["RAY_RAYLET_PID"]))
     else:
         os.execv(sys.executable, [sys.executable, *worker_command(sys.argv[1:])])

@@ -35,7 +35,7 @@ STATUS_TIMEOUT_S = 2.0
 class Engine(GatewayClient):
     """The engine behind the gateway of this home; both start with the first job that needs them.
 
-    What needs no more than the gateway is asked of it as ``GatewayClient`` has it. Methods are idempotent and raise
+    Methods that need only the gateway are those of ``GatewayClient``. Methods are idempotent and raise
     EngineUnavailable when it cannot be reached.
     """
 
@@ -130,7 +130,7 @@ class Engine(GatewayClient):
         return EngineAccess(engine=found["engine"], address=found.get("address", ""), token=token)
 
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
-        """Machines of a given engine, and the names of all that live, whether they reported yet or not."""
+        """Machines of a given engine that reported, and the names of all live ones, reported or not."""
         if not self._given and not self.running:
             return (), frozenset()
         found = await self.machines()

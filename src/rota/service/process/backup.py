@@ -27,7 +27,7 @@ _AUDIT = ("audit.jsonl", "audit.jsonl.1", "strangers-audit.jsonl", "strangers-au
 KEPT = ("token", "config.toml", "secret.key", *_AUDIT)
 """Files of the home that go with the log; ``secret.key`` and ``token`` make the file as precious as the home."""
 OWN = "config.toml"
-"""What a restore leaves alone where it is: it may name the store to fill."""
+"""Not overwritten by a restore: it may name the store to fill."""
 KEPT_OF_JOBS = ("logs", "output")
 
 

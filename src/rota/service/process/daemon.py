@@ -550,7 +550,7 @@ def _unrecorded(home: Home) -> list[ProcessId]:
 def _end_unrecorded(home: Home, *, grace_s: float) -> tuple[list[str], list[ProcessId]]:
     """End what no record names, as the home or its records were removed; what it was, and what could not be ended."""
     found = _unrecorded(home)
-    names = sorted({_kind(home, one) for one in found if process.command_line(one.pid)})  # else it is at its end
+    names = sorted({_kind(home, one) for one in found if process.command_line(one.pid)})  # an ending one has none
     for one in found if grace_s else ():
         process.send_signal(one, signal.SIGTERM)
         process.send_signal(one, signal.SIGCONT)  # one that was stopped can end by itself, too

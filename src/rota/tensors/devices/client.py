@@ -168,6 +168,11 @@ _open_lock = threading.Lock()
 _opening: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 
 
+def _end_use(slab: str) -> None:
+    with _open_lock:
+        _open[slab].uses -= 1
+
+
 class Devices:
     """The devices of one tensor store; ``uuid`` is the one that ``put`` goes to."""
 
@@ -218,14 +223,14 @@ class Devices:
         if not is_alive(self._clients, place.keeper):
             raise _lost(name, uuid)
         start = self._opened(name, uuid, place, device) + place.offset
-        with self._lock:
+        with undone_if_raised(_end_use, place.slab), self._lock:
             used = lease is not None and version not in self._uses
             if lease is not None:  # without one a writer looks, who waits for his stream himself
+                stream = self.driver.stream(device)
                 use = self._uses.setdefault(version, _Use(name, start, start + place.bytes, place.slab))
-                self._note(use, self.driver.stream(device))
-            if not used:
-                with _open_lock:
-                    _open[place.slab].uses -= 1
+                self._note(use, stream)
+        if not used:
+            _end_use(place.slab)
         memory, base = self.driver.memory(start, place.bytes), 0
         if sealed and self.driver.host and isinstance(self.driver, Memfd):
             memory, base = self.driver.sealed(start, place.bytes)

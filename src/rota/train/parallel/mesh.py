@@ -135,7 +135,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(one: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    """Copy the part of a whole value that this rank holds into ``one``. Collective for a DTensor.
+    """Write this rank's shard of a whole value into ``one``. Collective for a DTensor.
 
     Raises BadInput for a layout that a whole value cannot be given.
     """

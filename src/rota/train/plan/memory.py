@@ -196,7 +196,7 @@ def _copied(layer: Layer, mesh: Mesh, dtype: Dtype) -> bool:
 
 
 def _ends(plan: ParallelPlan, model: ModelShape, chunks: tuple[Stage, ...]) -> list[tuple[float, Layer]]:
-    """Parameters of the embedding and of the head on this stage; a tied head beside its embedding has its norm only."""
+    """Parameters of the embedding and of the head on this stage; a tied head on the same stage adds its norm alone."""
     held: list[tuple[float, Layer]] = []
     embed = any(chunk.embed for chunk in chunks)
     if embed:

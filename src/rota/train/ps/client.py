@@ -186,7 +186,7 @@ class _Link:
 
     def _connect(self) -> socket.socket:
         host, _, port = self._address.rpartition(":")
-        line = socket.create_connection((host, int(port)), timeout=self._retry_s)
+        line = socket.create_connection((host.strip("[]"), int(port)), timeout=self._retry_s)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         send(line, self._hello, {})
         return line

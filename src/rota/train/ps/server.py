@@ -12,12 +12,13 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypedDict, cast
+from typing import Any, Final, TypeAlias, TypedDict, cast
 
 import numpy as np
 
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.frames import receive_exactly
+from rota.runtime.undo import undone_if_raised
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
 from rota.spec.ids import LOOPBACK
 from rota.train.plan.hardware import Json
@@ -42,7 +43,8 @@ OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
 HELLO_S: Final = 10.0
-"""How long a new connection may be silent before it has shown the token."""
+"""How long a new connection has to show the token."""
+HELLO_BYTES_MAX: Final = 4096
 STRANGERS_MAX: Final = 64
 """Connections that have not shown it yet; of more the next is closed at once."""
 Arrays: TypeAlias = Mapping[str, Array]
@@ -272,7 +274,8 @@ class PsServer:
             raise BadInput(f"host={host}: other machines reach it, and the spec has no token", hint=hint)
         self._tcp = _Tcp((host, port), self)
         threading.Thread(target=self._tcp.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
-        return f"{host}:{self._tcp.server_address[1]}"
+        port = self._tcp.server_address[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Take no more connections, after up to ``wait_s`` for all workers to hang up."""
@@ -321,6 +324,10 @@ class _Tcp(socketserver.ThreadingTCPServer):
     def verify_request(self, request: object, client_address: object) -> bool:
         return self.strangers.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with undone_if_raised(self.strangers.release):  # no thread could be started
+            super().process_request(request, client_address)
+
 
 class _Connection(socketserver.BaseRequestHandler):
     """The requests of one worker, one after the other."""
@@ -345,17 +352,19 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def _greet(self, token: str) -> int:
         """The number of the worker that shows the token. Raises OSError, BadInput."""
+        late = threading.Timer(HELLO_S, self.request.shutdown, (socket.SHUT_RDWR,))  # of all of it, however it drips
+        late.daemon = True
         try:
             self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.request.settimeout(HELLO_S)
-            hello, _ = receive(self.request, body_max=0)
-            self.request.settimeout(None)
+            late.start()
+            hello, _ = receive(self.request, head_max=HELLO_BYTES_MAX, body_max=0)
             if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
                 raise BadInput("a wrong token")
             if not isinstance(worker := hello.get("worker"), int):
                 raise BadInput(f"worker={worker!r}: not a number")
             return worker
         finally:
+            late.cancel()
             self.server.strangers.release()  # type: ignore[attr-defined]  # it is a _Tcp
 
 
@@ -377,30 +386,32 @@ def send(link: socket.socket, head: Json, arrays: Arrays) -> int:
     return _SIZES.size + len(text) + body
 
 
-def receive(link: socket.socket, *, body_max: int = BODY_BYTES_MAX) -> Answer:
-    """Read one message with at most ``body_max`` bytes of arrays.
+def receive(link: socket.socket, *, head_max: int = HEAD_BYTES_MAX, body_max: int = BODY_BYTES_MAX) -> Answer:
+    """Read one message with a head of at most ``head_max`` bytes, and ``body_max`` bytes of arrays.
 
     Raises ConnectionError at its end, BadInput for a message that cannot be one.
     """
     head_bytes, body_bytes = _SIZES.unpack(receive_exactly(link, _SIZES.size))
-    if head_bytes > HEAD_BYTES_MAX or body_bytes > body_max:
-        raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")
+    if head_bytes > head_max or body_bytes > body_max:
+        raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {head_max} + {body_max}")
     text, body = receive_exactly(link, head_bytes), receive_exactly(link, body_bytes)
     try:
         head = json.loads(text)
         shapes = head.pop("arrays")
         return head, _unpacked(shapes, body)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise BadInput(f"a head of {head_bytes} bytes that is none: {error}") from error
+        raise BadInput(f"a head of {head_bytes} bytes that cannot be read: {error}") from error
 
 
 def _unpacked(shapes: list[tuple[str, str, list[int]]], body: bytearray) -> Arrays:
     arrays: dict[str, Array] = {}
     at = 0
     for name, dtype, shape in shapes:
+        if not all(type(one) is int and one >= 0 for one in shape):  # before anything is multiplied by it
+            raise BadInput(f"array {name!r} of shape {shape}: not whole numbers from 0")
         kind = np.dtype(dtype)
         size = kind.itemsize * math.prod(shape)
-        if kind.hasobject or min(shape, default=0) < 0 or not at <= at + size <= len(body):
+        if kind.hasobject or at + size > len(body):
             raise BadInput(f"array {name!r} of {dtype} {shape} is not in the message")
         arrays[name] = np.frombuffer(body, kind, math.prod(shape), at).reshape(shape)
         at += size

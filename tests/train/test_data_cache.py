@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -33,6 +34,29 @@ def test_a_new_version_is_fetched_and_the_old_one_had_is_given_without_the_sourc
     assert cache.fetch(str(path)) == second
     with pytest.raises(NotReachable, match="no copy"):
         cache.fetch(str(tmp_path / "b"))
+
+
+class Breaks(DataCache):
+    """Its source answers, and then the connection breaks, or the disk is full."""
+
+    fault: OSError
+
+    def _download(self, files: Any, path: str, wanted: Path, size: int) -> None:
+        raise self.fault
+
+
+def test_a_download_that_breaks_off_gives_the_copy_had_and_a_full_disk_an_error(tmp_path: Path) -> None:
+    path = source(tmp_path, "a", 1000)
+    cache = Breaks(tmp_path / "cache")
+    cache.fault = ConnectionResetError("broken off")
+    with pytest.raises(NotReachable, match="broken off, and this node has no copy"):
+        cache.fetch(str(path))
+    had = DataCache(tmp_path / "cache").fetch(str(path))
+    source(tmp_path, "a", 1200)
+    assert cache.fetch(str(path)) == had
+    cache.fault = OSError(errno.ENOSPC, "full")
+    with pytest.raises(OSError, match="full"):
+        cache.fetch(str(path))
 
 
 def test_the_oldest_goes_when_the_cache_is_full_and_what_never_fits_is_refused(tmp_path: Path) -> None:

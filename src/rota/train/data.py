@@ -6,6 +6,7 @@ lock and replayed by the next worker, so any worker may die at any instruction: 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
@@ -387,6 +388,8 @@ class DataCache:
                     self._download(files, path, wanted, size)
                 os.utime(wanted)
             except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):  # of this node, not of the source
+                    raise
                 return self._newest(source, uri, error)
         self._evict(keep=wanted)
         return wanted

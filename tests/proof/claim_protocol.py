@@ -10,7 +10,10 @@ settler may be killed before each of their steps; an exception is to the claiman
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeVar
+
+from tests.proof.interleavings import STATES_MAX, explore_all
 
 SPARE, FREE = -1, 0
 BLOCKS, OPS = 3, 2
@@ -368,22 +371,13 @@ def check(state: State) -> None:
         raise Broken(f"the registry says version {state.current}, and no block is its own: {state}")
 
 
-def explore(bug: str = SOUND, *, ops: int = OPS, loss: bool = True, limit: int = 5_000_000) -> tuple[int, set[str]]:
+def explore(bug: str = SOUND, *, ops: int = OPS, loss: bool = True, limit: int = STATES_MAX) -> tuple[int, set[str]]:
     """Every state that can be reached, and the steps that were seen. Raises Broken at the first that breaks a rule."""
     first = State(ops=ops)
-    seen, todo, places = {first}, [first], set[str]()
     actors: tuple[Callable[[State, str], Step], ...] = (
         _claimant, _settler, _reader, _reclaimer, _kills, *((_registry,) if loss else ()),
     )  # fmt: skip
-    while todo:
-        state = todo.pop()
-        check(state)
-        places |= {state.put, state.settler, state.reader, state.rebuild}
-        for actor in actors:
-            for after in actor(state, bug):
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
-        if len(seen) > limit:
-            raise AssertionError(f"over {limit} states")
-    return len(seen), places
+    bound = [partial(actor, bug=bug) for actor in actors]
+    return explore_all(
+        first, bound, check, lambda state: {state.put, state.settler, state.reader, state.rebuild}, limit
+    )

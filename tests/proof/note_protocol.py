@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tests.proof.interleavings import STATES_MAX, explore_all
+
 BLOCKS = 2
 READERS = 2
 PUBLISHES = 2
@@ -190,25 +192,13 @@ def check(state: State) -> None:
                 raise Broken(f"I2: the block of version {version}, which is mapped, has other bytes: {state}")
 
 
-def explore(bug: str = SOUND, limit: int = 5_000_000) -> tuple[int, set[str]]:
+def explore(bug: str = SOUND, limit: int = STATES_MAX) -> tuple[int, set[str]]:
     """Every state that can be reached, and where readers got to. Raises Broken at the first that breaks a rule."""
     first = State(reclaimer="list") if bug == NOTES_BEFORE_LIMBO else State()
-    seen, todo, places = {first}, [first], set[str]()
     actors: list[Callable[[State], Step]] = [
         lambda state: _writer(state, bug),
         lambda state: _reclaimer(state, bug),
         lambda state: _kills(state, bug),
         *(lambda state, at=at: _reader(state, at, bug) for at in range(READERS)),
     ]
-    while todo:
-        state = todo.pop()
-        check(state)
-        places.update(reader.at for reader in state.readers)
-        for actor in actors:
-            for after in actor(state):
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
-        if len(seen) > limit:
-            raise AssertionError(f"over {limit} states")
-    return len(seen), places
+    return explore_all(first, actors, check, lambda state: {reader.at for reader in state.readers}, limit)

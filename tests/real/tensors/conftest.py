@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.real.tensors.crew import Actors, Cases, Crew, end
+from tests.real.tensors.crew import Actors, Cases, Crew, end, joined
 
 import rota.tensors
 from rota.tensors.api.store import Plane
@@ -53,6 +53,14 @@ def space_name(request: pytest.FixtureRequest) -> str:
 def plane(tensor_home: Path, space_name: str) -> Iterator[Plane]:
     """A plane of this process; at the end every invariant holds and nothing is left but what the test still holds."""
     with rota.tensors.connect(home=tensor_home, namespace=space_name, keep=True) as made:
+        yield made
+        end(made)
+
+
+@pytest.fixture
+def other(plane: Plane) -> Iterator[Plane]:
+    """A second client of the namespace, in this process."""
+    with joined(plane) as made:
         yield made
         end(made)
 

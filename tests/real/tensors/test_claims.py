@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import WAITING, Cases, Crew, clean, end, stop_housekeeping, wait_until
+from tests.real.tensors.crew import WAITING, Cases, Crew, clean, end, joined, stop_housekeeping, wait_until
 from tests.real.tensors.test_notes import calls_of
 
-from rota.runtime import environ
 from rota.tensors import errors, ownership
 from rota.tensors.api.store import Plane
+from rota.tensors.locks import noted_in
 from rota.tensors.namespace import Namespace
 
 KILLED = -signal.SIGKILL
 POINTS = ("beginning", "copying", "copied", "claimed", "readied", "slot-stored", "reusing", "stocked")
 PUTS = "for n in range(200): plane.put('w', np.full(512, n)); print(n, flush=True)"
-
-
-@pytest.fixture
-def other(tensor_home: Path, plane: Plane) -> Iterator[Plane]:
-    """A second client of the namespace, in this process."""
-    made = Plane.join(environ.Home.of(tensor_home), "", plane.namespace, sealed=False, keep=True)
-    with made:
-        yield made
-        end(made)
 
 
 def claim(plane: Plane, name: str = "w") -> None:
@@ -237,6 +226,42 @@ def test_a_replaced_version_can_be_handed_on_while_it_is_read(plane: Plane, othe
     actors.kill(pid)
     plane.delete("w")
     wait_until(lambda: clean(plane)["versions"] == {})
+
+
+def test_the_late_word_of_one_who_handed_a_version_on_hides_no_other(
+    plane: Plane, other: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes hand one version on; the second says so only after another version was handed on."""
+    claim(plane)
+    plane.put("w", np.full(512, 5))
+    first = other.get("w", as_="numpy")
+    version = (other.version_of(first) or ("", 0))[1]
+    (block,) = other._space.leases.blocks_of(version)
+    for _ in range(2):
+        plane.put("w", np.full(512, 0))
+    early = other._space.registry.claims(plane._space.client)
+    assert other.ref(first).version == version
+    for n in range(100):
+        plane.put("w", np.full(512, n))
+    plane.put("w", np.full(512, 6))
+    second = other.get("w", as_="numpy")
+    plane.put("w", np.full(512, 7))
+    ref = other.ref(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(other._space.registry, "claims", lambda _: early)
+        ownership.adopt(other._space, version, block.seg, block.offset)
+    with joined(plane) as third:
+        held = third.get("w", version=ref.version, as_="numpy")
+        del first, second
+        other.release("w")
+        other._session.release_ended()
+        assert ref.version not in noted_in(plane._space.clients), "the registry alone knows who reads it"
+        for n in range(200):
+            plane.put("w", np.full(512, n))
+        assert (held == 6).all()
+        assert plane.fsck()["violations"] == []
+        del held
+        end(third)
 
 
 @pytest.mark.parametrize("point", ["copied", "readied"])

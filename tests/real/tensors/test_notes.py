@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import WAITING, Cases, Crew, clean, end, stop_housekeeping, wait_until
+from tests.real.tensors.crew import WAITING, Cases, Crew, clean, stop_housekeeping, wait_until
 
-from rota.runtime import environ
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
@@ -20,15 +17,6 @@ from rota.tensors.locks import noted_in
 
 TWICE = "plane.get('w', as_='numpy'); plane.release('w'); plane._session.release_ended(); "
 """Afterwards the name is known and nothing of it is cached: the next get only notes its lease."""
-
-
-@pytest.fixture
-def other(tensor_home: Path, plane: Plane) -> Iterator[Plane]:
-    """A second client of the namespace, in this process."""
-    made = Plane.join(environ.Home.of(tensor_home), "", plane.namespace, sealed=False, keep=True)
-    with made:
-        yield made
-        end(made)
 
 
 def calls_of(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -8,10 +8,9 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import Crew, end, stop_housekeeping
+from tests.real.tensors.crew import Crew, end, joined, stop_housekeeping
 from tests.real.tensors.test_claims import value
 
-from rota.runtime import environ
 from rota.tensors.api.store import Plane
 
 
@@ -46,7 +45,7 @@ def unknown_blocks(plane: Plane) -> set[int]:
 def test_a_put_or_delete_of_a_claimed_name_may_be_ended_at_any_moment(
     tensor_home: Path, plane: Plane, done: int, what: str
 ) -> None:
-    own = Plane.join(environ.Home.of(tensor_home), "", plane.namespace, sealed=False, keep=True)
+    own = joined(plane)
     stop_housekeeping(own)
     n, hits = 0, 0
     while n == 3 * hits:

@@ -130,3 +130,20 @@ def test_the_size_of_a_cache_is_checked_at_start(
         join(load_settings({"home": str(tmp_path)}, {}), "127.0.0.1:9", token="rota_x")
     monkeypatch.setenv(variable, "500GiB")
     check_with_owners(load_settings({"home": str(tmp_path)}, {}))
+
+
+def test_no_document_of_settings_shows_a_password(tmp_path: Path) -> None:
+    given = {
+        "server": "http://u:hushhush@h:7700",
+        "stores": "a=s3://k:hushhush@h/x",
+        "db_url": "postgresql://u:hushhush@h/d",
+    }
+    settings = load_settings({**given, "home": str(tmp_path)}, {})
+    shown = {row["name"]: row["value"] for row in settings.document()["items"]}
+    assert "hushhush" not in str(shown) and shown["server"] == "http://u:***@h:7700"
+
+
+def test_a_wrong_flag_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"port=99999 \(from flag\) is not between 0 and 65535") as caught:
+        load_settings({"port": 99999, "home": str(tmp_path)}, {})
+    assert caught.value.hint == "give that flag another value"

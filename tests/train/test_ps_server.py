@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -290,6 +291,23 @@ def test_strangers_take_a_limited_number_of_connections(monkeypatch: pytest.Monk
             for _ in range(100):  # a byte now and then does not prolong the time that a hello has
                 lines[1].sendall(b"\0")
                 time.sleep(0.1)
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_thread(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server, "STRANGERS_MAX", 2)
+    with servers(1, mode="ps_async") as (_, addresses):
+        with monkeypatch.context() as patch:
+            patch.setattr(socketserver.ThreadingMixIn, "process_request", no_thread)
+            for _ in range(4):
+                with socket.create_connection(place(addresses), timeout=5) as line:
+                    assert line.recv(1) == b""
+        assert PsClient(addresses, 0, token="s").wait_turn() == 0
+    assert "can't start new thread" in capfd.readouterr().err
 
 
 def test_a_head_cannot_make_the_server_take_memory() -> None:

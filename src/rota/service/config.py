@@ -102,7 +102,7 @@ class Settings:
         return {"kind": "SettingList", "items": items, "next": None}
 
 
-def _without_password(name: str, value: Any) -> Any:
+def _without_password(name: str, value: str | float) -> str | float:
     if name == "token" and value:
         return "(set)"
     return masked_url(value) if isinstance(value, str) else value
@@ -182,9 +182,8 @@ class _Given:
         """The error for a value."""
         origin, value = self.origins[name], self.values[name]
         shown = repr(value) if name in _NUMBERS and isinstance(value, str) else _without_password(name, value)
-        remedy = {"flag": f"give --{name.replace('_', '-')} another value", FILE: f"change or remove {name} there"}.get(
-            origin, f"set {origin} to another value"
-        )
+        remedies = {"flag": "give that flag another value", FILE: f"change or remove {name} there"}
+        remedy = remedies.get(origin, f"set {origin} to another value")
         where = str(Path(self.values["home"]) / FILE) if origin == FILE else origin
         return BadInput(f"{name}={shown} (from {where}) {problem}", hint=hint or remedy)
 

@@ -149,7 +149,7 @@ class GenerationTable(LockFile):
         found: Place = _PLACE.unpack_from(self._map, _place_at(slot, version))
         return found if found[0] == version else None
 
-    def store_place(self, slot: int, place: Place) -> None:
+    def store_place(self, slot: int, version: int, seg: str, offset: int, block: int) -> None:
         """Say where a version lies, before ``store`` shows it; the caller holds the slot's lock. Without memory for it
         readers ask the registry: there are places for as many slots as were needed, and never a hole, since a look
         into one kills where shared memory is full."""
@@ -160,7 +160,8 @@ class GenerationTable(LockFile):
             except OSError:
                 return
             self._allocated[0] = end
-        _PLACE.pack_into(self._map, _place_at(slot, place[0]), *place)
+        number = int(seg.rpartition("-")[2])
+        _PLACE.pack_into(self._map, _place_at(slot, version), version, number, offset, block)
 
     def is_claimed(self, slot: int, version: int) -> bool:
         """True when the claim of who published this version, or deleted up to it, holds; under the slot's lock."""

@@ -215,7 +215,7 @@ class Claims:
         failpoint("claimed")
         block.write(STATE_AT, _READY)
         failpoint("readied")
-        table.store_place(slot, (version, int(block.seg.rpartition("-")[2]), block.offset, block.size.block))
+        table.store_place(slot, version, block.seg, block.offset, block.size.block)
         fence()
         if table.epoch == claim.epoch:  # who rebuilds the registry from now on finds the header ready
             table.store_claimed(slot, version)
@@ -407,7 +407,7 @@ def _settle(space: Namespace, client: str, name: str, slot: int, base: int) -> N
         version, spare, header = found
         seg, offset, block = places[spare]
         if table.current(slot) != version:
-            table.store_place(slot, (version, int(seg.rpartition("-")[2]), offset, block))
+            table.store_place(slot, version, seg, offset, block)
             table.store(slot, version)
         space.registry.settle(name, base, spare, version, header.step, header.bytes, _desc(space, seg, offset, header))
     failpoint("settled")

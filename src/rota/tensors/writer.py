@@ -419,8 +419,7 @@ class TensorWriter:
         if done.ready:
             self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
         if done.current == reserved.version and pending.ask.direct:
-            number = int(reserved.seg.rpartition("-")[2])
-            table.store_place(reserved.slot, (done.current, number, reserved.offset, pending.ask.block))
+            table.store_place(reserved.slot, done.current, reserved.seg, reserved.offset, pending.ask.block)
         if done.own:
             table.store_claimed(reserved.slot, done.current)
             self._space.claims.begin(pending.name, (pending.ask.label, pending.ask.epoch), done, reserved)

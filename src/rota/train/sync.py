@@ -210,20 +210,19 @@ class PsSync(Synchroniser):
         if not 1 <= self._servers <= size:
             raise BadInput(f"sync.servers: {self._servers}, hosted by the {size} replicas", hint=f"use 1 to {size}")
         chosen = row_optimizer(optimizer)
-        tokens = [""] * size
-        dist.all_gather_object(tokens, SystemRandom().new_id(), group=self._group)
-        hosts = [("", "")] * size
-        dist.all_gather_object(hosts, (environ.get(NODE_ADDRESS, ""), machine_identity()), group=self._group)
-        machines = len({machine for _, machine in hosts})
-        if machines > 1 and not all(host and host not in LOOPBACK for host, _ in hosts):
+        said = [("", "", "")] * size
+        own = (SystemRandom().new_id(), environ.get(NODE_ADDRESS, ""), machine_identity())
+        dist.all_gather_object(said, own, group=self._group)
+        (token, *_), machines = said[0], len({machine for *_, machine in said})
+        if machines > 1 and not all(host and host not in LOOPBACK for _, host, _ in said):
             text = f"sync.mode: {self._rule.mode} on {machines} machines, and {NODE_ADDRESS} is not set on all"
             raise BadInput(text, hint="run it as a job, or set that to the address at which others reach the machine")
         place = ("", "")
         if rank < self._servers:
-            self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=tokens[0]))
+            self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=token))
             if self._kept:
                 self._server.restore(self._kept)
-            host = hosts[rank][0] if machines > 1 else "127.0.0.1"
+            host = own[1] if machines > 1 else "127.0.0.1"
             try:
                 place = (self._server.serve(host), "")
             except OSError as error:  # the others wait for what this rank says
@@ -234,7 +233,7 @@ class PsSync(Synchroniser):
             self._end_server()
             raise BadInput(f"sync.mode: {self._rule.mode}: {faults[0]}", hint=f"see {NODE_ADDRESS} there")
         self._lr = chosen.lr
-        self.client = client = PsClient([one for one, _ in places[: self._servers]], rank, token=tokens[0])
+        self.client = client = PsClient([one for one, _ in places[: self._servers]], rank, token=token)
         dist.barrier(group=self._group)  # all have joined before anybody pushes
         client.offer_dense(_array(_flat(self._weights)))
         client.wait_turn(TURN_S, dense=True)

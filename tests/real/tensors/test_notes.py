@@ -162,7 +162,7 @@ def test_a_version_that_is_held_is_read_where_it_lies_also_when_half_of_a_new_pl
     table, slots = plane._space.table, {row.name: row.slot for row in plane.ls()}
     place = table.place(slots["new"], new.id)
     assert place is not None
-    table.store_place(slots["w"], (held.id, *place[1:]))
+    table.store_place(slots["w"], held.id, f"seg-{place[3]}-{place[1]}", *place[2:])
     assert (other.get("w", as_="numpy") == 0).all()
 
 

@@ -107,6 +107,11 @@ def every_way(rank: int, size: int) -> dict[str, Any]:
         train(rank, PsSync(Rule(mode="ps_sync"), 2, group), adam)
     except BadInput as error:
         found["refused"] = error.message
+    os.environ["ROTA_NODE_ADDRESS"] = "203.0.113.1" if rank == 0 else "127.0.0.2"  # an address of no machine here
+    try:
+        train(rank, PsSync(Rule(mode="ps_sync"), 2, group), adam)
+    except BadInput as error:
+        found["no address"] = error.message
     os.environ["ROTA_NODE_ADDRESS"] = "127.0.0.2"  # as if of one of the machines
     far = PsSync(Rule(mode="ps_sync"), 2, group)
     found["ps_sync, machines"] = apart(train(rank, far, adam), plain_adam)
@@ -158,6 +163,7 @@ def test_each_way_to_agree_does_what_it_says(train_home: Path) -> None:
         assert found["hybrid"] <= 1e-6
         assert 0 < found["bf16"] <= 2e-3
         assert "ps_sync on 2 machines, and ROTA_NODE_ADDRESS is not set" in found["refused"]
+        assert "rank 0 cannot listen at 203.0.113.1" in found["no address"], "every rank says so, and none waits"
         assert found["ps_sync, machines"] <= 1e-6
         assert {one.rpartition(":")[0] for one in found["servers at"]} == {"127.0.0.2"}
         assert found["ssp learns"] and found["ssp lead"] <= 1

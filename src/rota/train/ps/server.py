@@ -352,7 +352,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def _greet(self, token: str) -> int:
         """The number of the worker that shows the token. Raises OSError, BadInput."""
-        late = threading.Timer(HELLO_S, self.request.shutdown, (socket.SHUT_RDWR,))  # of all of it, however it drips
+        late = threading.Timer(HELLO_S, self._hang_up)  # after all of that time, also when bytes come one by one
         late.daemon = True
         try:
             self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -366,6 +366,10 @@ class _Connection(socketserver.BaseRequestHandler):
         finally:
             late.cancel()
             self.server.strangers.release()  # type: ignore[attr-defined]  # it is a _Tcp
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.request.shutdown(socket.SHUT_RDWR)
 
 
 _SIZES: Final = struct.Struct("<IQ")

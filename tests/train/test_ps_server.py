@@ -287,9 +287,10 @@ def test_strangers_take_a_limited_number_of_connections(monkeypatch: pytest.Monk
         assert lines[3].recv(1) == b"", "the fourth is closed at once"
         lines[0].close()
         assert PsClient(addresses, 0, token="s").wait_turn() == 0
+        lines[1].sendall(struct.pack("<IQ", 4000, 0))
         with pytest.raises(OSError):
             for _ in range(100):  # a byte now and then does not prolong the time that a hello has
-                lines[1].sendall(b"\0")
+                lines[1].sendall(b"x")
                 time.sleep(0.1)
 
 
